@@ -47,6 +47,7 @@ slow: $(READY)
 
 # `make alone PACKAGE=language`: its quick tests, in an environment of what its pyproject declares and nothing else.
 alone: $(READY)
+	$(if $(PACKAGE),,$(error name the package: make alone PACKAGE=language))
 	$(BIN)/python -m tests.workspace.alone $(patsubst %/tests,%,$(TESTS))
 
 # What failed in the last run, by itself. What passes now raced with the tests beside it: a fault of the test, to be fixed.

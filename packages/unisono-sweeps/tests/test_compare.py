@@ -175,6 +175,11 @@ def test_a_run_of_a_sweep_that_is_damaged_is_named_and_the_others_are_compared(s
     assert "3 of 6 runs finished" in page
     assert "lr0.1-seed0 cannot be read: " in page
     assert command("compare", sweep / "lr0.1-seed0")[0] == 2
+    for folder, run in (("bad", "lr0.1-seed0"), ("good", "lr0.01-seed0")):
+        (sweep.parent / folder).mkdir()
+        (sweep / run).rename(sweep.parent / folder / run)
+    runs, damaged = find_runs([sweep.parent / "bad", sweep.parent / "good"])
+    assert ([run.folder.name for run in runs], list(damaged)) == (["lr0.01-seed0"], ["lr0.1-seed0"])
 
 
 def test_what_is_not_finite_is_not_a_measurement(tmp_path: Path, command: Command) -> None:
@@ -189,6 +194,7 @@ def test_what_is_not_finite_is_not_a_measurement(tmp_path: Path, command: Comman
     rows = {row["run"]: row for row in parquet.read_table(tmp_path / "s/comparison/runs.parquet").to_pylist()}
     assert [rows[name]["eval/loss"] for name in "abc"] == [None, None, 1.7]
     assert [rows[name]["eval/loss min"] for name in "abc"] == [1.5, None, 1.7]
+    assert [rows[name]["best_loss"] for name in "abc"] == [1.5, None, 1.7]
     assert command("report", tmp_path / "s")[0] == 0
     assert command("report", tmp_path / "s" / "b")[0] == 0
 

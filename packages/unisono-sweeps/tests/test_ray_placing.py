@@ -39,3 +39,25 @@ def test_a_run_that_loses_its_host_is_placed_again_and_ends_no_other(
     assert ended == {"a": code, "b": 0}
     assert placed.count("a") == 1 + restarts
     assert capsys.readouterr().err.count("a host of the run is lost: The actor died.; it resumes") == restarts
+
+
+def test_a_run_that_was_to_be_stopped_is_not_placed_again_when_its_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pruned trial would train to its end."""
+    ends = [None, LOST]
+    one = SimpleNamespace(poll=lambda: ends.pop(0), release=lambda: None, stop=lambda: None)
+    monkeypatch.setattr(ray, "import_ray", lambda: None)
+    monkeypatch.setattr(ray, "_POLL", 0.0)
+    monkeypatch.setattr(ray.RayLauncher, "_connected", lambda self: nullcontext())
+    placed: list[Job] = []
+
+    def place(self: ray.RayLauncher, job: Job) -> SimpleNamespace:
+        placed.append(job)
+        one.job = job
+        return one
+
+    monkeypatch.setattr(ray.RayLauncher, "_place", place)
+    launcher = ray.RayLauncher(ray.RayLauncher.Settings(jobs=1, max_restarts=2))
+    ended: list[int] = []
+    job = Job("a", (), Path("a"), Path("log"))
+    launcher.run([job], lambda job: None, lambda job, how: ended.append(how.code), lambda job: True)
+    assert (ended, placed) == ([ray._LOST], [job])

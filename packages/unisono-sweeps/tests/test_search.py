@@ -186,6 +186,7 @@ def test_a_journal_that_a_crash_has_torn_loses_its_last_line_alone(command: Comm
     [
         ((LR, "metric=loss"), "metric: eval/loss there, and loss here"),
         ((LR, "train.global_batch=3"), "train.global_batch=9, train.steps=4 there"),
+        ((LR, "run.seed=1"), "run.seed=1, train.global_batch=9, train.steps=4 here"),
         (("optim.lr=1e-3,1e-2",), "holds a search with other values of optim.lr"),
         ((LR, "mode=max"), "holds a search with other directions (minimize)"),
     ],

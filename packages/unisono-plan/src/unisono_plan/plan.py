@@ -72,11 +72,15 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
     hardware = parse_hardware(settings.hardware, settings.memory_gb, settings.inter_gbps)
     config = _resolve(config, hardware)
     split = resolve_split(config)
+    if config.layout.engine == "jax":
+        from unisono_plan.jax_trace import start_virtual_devices
+
+        start_virtual_devices(hardware.count)  # before a task of the user's starts JAX
     task = build_task(config)
     rows = _Rows(task, config)
     run_setup(task)
     micro = rows.micro_batch(split.micro_batch)
-    trace_step = _choose_tracer(task, config, hardware)
+    trace_step = _choose_tracer(task, config)
 
     def trace(changes: dict[str, Any], size: int, passes: int = 1) -> Trace:
         layout = config.layout.model_copy(update={**changes, "micro_batch": size})
@@ -96,12 +100,11 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
     return Plan(config, hardware, seen.parameters, asked, best, len(found), rows.seconds, shapes)
 
 
-def _choose_tracer(task: Task, config: RunConfig, hardware: Hardware) -> Callable[[RunConfig, MicroBatch, int], Trace]:
+def _choose_tracer(task: Task, config: RunConfig) -> Callable[[RunConfig, MicroBatch, int], Trace]:
     """The tracer of the engine that trains a task."""
     if config.layout.engine == "jax":
         from unisono_plan import jax_trace
 
-        jax_trace.start_virtual_devices(hardware.count)
         return jax_trace.JaxTracer(task)
     from unisono_plan import torch_trace
 

@@ -26,6 +26,7 @@ from unisono_sweeps.settings import read_list
 STUDY = "study.journal"
 _ABOUT = "search"  # attribute of the study: what it is a study of
 _ELSEWHERE = ("layout.", "launch.", "run.", "observe.", "checkpoint.")  # words that may change: they change no result
+_DECISIVE = ("run.seed=", "run.stop_after=")  # but these do
 
 
 class SearchSettings(Settings):
@@ -127,7 +128,9 @@ def refuse_other_search(
     about = {
         "recipe": [recipe],
         "metric": settings.metric,
-        "settings of all trials": sorted(word for word in fixed if not word.startswith(_ELSEWHERE)),
+        "settings of all trials": sorted(
+            word for word in fixed if word.startswith(_DECISIVE) or not word.startswith(_ELSEWHERE)
+        ),
         "space": [str(settings.space)] if settings.space else [],
     }
     there = study.user_attrs.get(_ABOUT)

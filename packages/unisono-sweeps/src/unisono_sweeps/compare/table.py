@@ -62,8 +62,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[RunFacts], dict[str, str]]:
                 if folder == path:
                     raise
                 damaged[one_line(folder.name)] = str(error)
-        if not runs:
-            raise RunError("no run can be read: " + "; ".join(damaged.values()))
+    if not runs:
+        raise RunError("no run can be read: " + "; ".join(damaged.values()))
     return list(runs.values()), damaged
 
 
@@ -108,7 +108,9 @@ def measure(run: RunFacts) -> dict[str, float | int | None]:
             if name not in _ABOUT_TIME and (is_number(value) or value is None or isinstance(value, float)):
                 last[f"eval/{name}"] = float(value) if is_number(value) else None
                 series.setdefault(f"eval/{name}", []).extend([float(value)] if is_number(value) else [])
-    losses = series.get("eval/loss") or [float(step["loss"]) for step in run.steps if is_number(step["loss"])]
+    losses = series.get("eval/loss")
+    if losses is None:  # and not where no evaluation has a finite loss
+        losses = [float(step["loss"]) for step in run.steps if is_number(step["loss"])]
     found["best_loss"] = min(losses, default=None)
     for name, values in series.items():
         found |= {name: last[name], f"{name} min": min(values, default=None), f"{name} max": max(values, default=None)}

@@ -92,7 +92,7 @@ class RayLauncher:
         stops: Callable[[Job], bool] | None = None,
     ) -> None:
         """See the interface."""
-        waiting, running, lost = iter(jobs), dict[str, _Placed](), Counter[str]()
+        waiting, running, lost, stopped = iter(jobs), dict[str, _Placed](), Counter[str](), set[str]()
         with self._connected():
             try:
                 with interrupted_by_sigterm():
@@ -106,13 +106,15 @@ class RayLauncher:
                             if (how := one.poll()) is not None:
                                 del running[name]
                                 one.release()
-                                if how.code == _LOST and lost[name] < self._settings.max_restarts:
+                                again = name not in stopped and lost[name] < self._settings.max_restarts
+                                if how.code == _LOST and again:
                                     lost[name] += 1
                                     say(f"{name}: {how.why}; it resumes on another one", error=True)
                                     running[name] = self._place(one.job)
                                 else:
                                     ended(one.job, how)
                             elif stops is not None and stops(one.job):
+                                stopped.add(name)
                                 one.stop()
                         time.sleep(_POLL)
             finally:
