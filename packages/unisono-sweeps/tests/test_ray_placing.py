@@ -41,7 +41,9 @@ def test_a_run_that_loses_its_host_is_placed_again_and_ends_no_other(
     assert capsys.readouterr().err.count("a host of the run is lost: The actor died.; it resumes") == restarts
 
 
-def test_a_run_that_was_to_be_stopped_is_not_placed_again_when_its_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_is_not_placed_again_when_its_host_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A pruned trial would train to its end."""
     ends = [None, LOST]
     one = SimpleNamespace(poll=lambda: ends.pop(0), release=lambda: None, stop=lambda: None)

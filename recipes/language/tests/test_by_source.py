@@ -151,3 +151,10 @@ def test_the_bytes_of_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None
     assert pieces.token_bytes is not None
     assert pieces.token_bytes[ids].sum() == len(" a \u00e4".encode())
     assert load_tokenizer(word_level(tmp_path / "words", {"a": 0, "b": 1})).token_bytes is None
+
+
+def test_what_is_held_out_by_name_is_not_trained_on_by_another_path(folders: Path, tmp_path: Path) -> None:
+    link = tmp_path / "law"
+    link.symlink_to(folders / "code")
+    with pytest.raises(ConfigError, match=r"law/a.jsonl of 'law' is trained on, too \(source 'code'\)"):
+        run(folders, tmp_path, **{"data.held_out_sources": {"law": {"path": str(link)}}})

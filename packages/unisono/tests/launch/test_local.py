@@ -180,7 +180,8 @@ def test_of_many_faults_the_cause_is_told(
     """Each fault is the rank, the kind and how many seconds ago it was written."""
     for rank, kind, ago in map(str.split, faults):
         fault = {"rank": int(rank), "kind": kind, "text": f"{kind} of {rank}", "time": time.time() - float(ago)}
-        report = {**fault, "code": getattr(errors, kind).exit_code, "fault": ""}
+        known = getattr(errors, kind, None)
+        report = {**fault, "code": known.exit_code if known else 1, "fault": "", "foreign": known is None}
         (tmp_path / f"rank-{rank}.fault.json").write_text(json.dumps(report))
     found = exit_report.select_fault(tmp_path, exits)
     assert (str(found).removesuffix(str(tmp_path)), found.exit_code) == (told, code)

@@ -6,7 +6,8 @@ A row knows which source it is of, so the sums of a source are metrics like any 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,26 @@ def check_names(held_out: Sequence[str], training: Sequence[str]) -> None:
         if name in (*training, *_RESERVED, "") or "/" in name:
             why = "is in data.sources, too" if name in training else "would be mistaken for another name in events"
             raise ConfigError(f"data.held_out_sources: '{name}' {why}; choose another name")
+
+
+def check_apart(files: Mapping[str, Iterable[Any]], held_out: Collection[str]) -> None:
+    """Refuse files, or prepared folders, that are trained on and held out, too.
+
+    Args:
+        files: the paths of each source.
+        held_out: names of those that are never trained on.
+    """
+    places = {name: {os.path.realpath(path): path for path in paths} for name, paths in files.items()}
+    trained = {real: name for name, paths in places.items() if name not in held_out for real in paths}
+    for name in held_out:
+        if both := [real for real in places[name] if real in trained]:
+            source = trained[both[0]]
+            raise ConfigError(
+                f"data.held_out_sources: {places[name][both[0]]} of '{name}' is trained on, too"
+                + (f" (source '{source}')" if source else "")
+                + (f", and {len(both) - 1} more files" if len(both) > 1 else "")
+                + "; an evaluation of it would say what the model remembers, so move it or narrow data.path"
+            )
 
 
 def split_loss(task: Task, outputs: Mapping[str, Any], batch: Batch, context: Context, names: Sequence[str]) -> Loss:

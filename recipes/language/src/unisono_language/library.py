@@ -193,6 +193,7 @@ def open_library(
     if isinstance(config, Documents):
         texts, tokenizer = _texts(config, of_model, of_run)
         texts |= {name: Texts.from_files(files) for name, files in config.held_out_sources.items()}
+        by_source.check_apart({n: [file.path for file in t.found.files] for n, t in texts.items()}, only_held_out)
         corpora: Mapping[str, TokenStore | OnTheFlyTexts]
         if config.tokenise == "on_the_fly":
             corpora = {name: OnTheFlyTexts(corpus, tokenizer) for name, corpus in texts.items()}
@@ -203,9 +204,12 @@ def open_library(
         conversations, tokenizer, chat = _conversations(config, of_model, of_run, chat_of_run)
         for name, files in config.held_out_sources.items():
             conversations[name] = Conversations.from_files(files, isinstance(config, Preferences))
+        shards = {name: [shard.file.path for shard in rows.rows.shards] for name, rows in conversations.items()}
+        by_source.check_apart(shards, only_held_out)
         stores = {name: tokens.load_tokens(rows, tokenizer, config.cache, chat) for name, rows in conversations.items()}
     else:
         folders = {**config.folders, **{name: ready.path for name, ready in config.held_out_sources.items()}}
+        by_source.check_apart({name: [path] for name, path in folders.items()}, only_held_out)
         stores = {name: TokenStore(path) for name, path in folders.items()}
         if of_run is not None:
             _check_tokenizers(stores, of_run, "the run")

@@ -78,7 +78,8 @@ def launch(name: str, words: Sequence[str], parse: Callable[[Sequence[str]], arg
     verb = " ".join(rest[:2] if rest[0] == "data" else rest[:1])
     is_script = script.is_proof_of_script(rest)
     parsed = argparse.Namespace(recipe=rest[1], overrides=[]) if is_script else parse(rest)
-    place = next((Path(word.partition("=")[2]) for word in rest if word.startswith("run.dir=")), Path("runs"))
+    ours = rest[: len(rest) - len(given)]
+    place = next((Path(word.partition("=")[2]) for word in ours if word.startswith("run.dir=")), Path("runs"))
     title = f"{Path(parsed.recipe.partition(':')[0]).stem}-{hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:8]}"
     if verb == "train":
         named = next((word.partition("=")[2] for word in rest if word.startswith("run.name=")), None)

@@ -55,7 +55,8 @@ def stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if is_stopping and not in_notebook:
+    # A run that was at its end anyhow has finished.
+    if is_stopping and not in_notebook and run_status.read_status(run.directory).state != "finished":
         raise Interrupted("interrupted, and saved")
 
 

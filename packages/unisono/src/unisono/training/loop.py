@@ -241,10 +241,10 @@ class Training:
         say, resumes = self.say, self._run.resume_hint
         if not decision.preempted:
             self._saving.saver.finish()
-        if (exported := self._saving.export(decision.seconds_left)) is not None:
+        is_leaving = self._wait_for_uploads(decision) or decision.preempted
+        if (exported := self._saving.export(decision.seconds_left, is_leaving)) is not None:
             say(exported)
-        cut_short = self._wait_for_uploads(decision)
-        if decision.preempted or cut_short:
+        if is_leaving:
             raise self._sync.preempted_error(
                 self.step, self._total, self._saving.saver.saved, decision.not_saved_because
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.checkpoint.core.commit import Snapshot
@@ -16,7 +17,7 @@ from unisono.observe import trackers
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, Json
 from unisono.runtime.communication.consensus import raise_everywhere
-from unisono.runtime.errors import CallbackError, ConfigError, Preempted
+from unisono.runtime.errors import CallbackError, ConfigError, Preempted, UnisonoError
 from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync
 from unisono.training.evaluation import Evaluation
@@ -115,12 +116,15 @@ class Saving:
                 "checkpoint.final=hf: this task saves no config.json of a transformers model (save_assets), so the run "
                 "could not be exported; use checkpoint.final=resumable"
             )
+        if find_spec("transformers") is None:
+            raise ConfigError("checkpoint.final=hf needs the package 'transformers': pip install 'unisono[export]'")
 
-    def export(self, seconds_left: float) -> str | None:
+    def export(self, seconds_left: float, is_leaving: bool) -> str | None:
         """Export the newest checkpoint if the settings ask for it, all ranks together; returns what to say of it.
 
         Args:
             seconds_left: until the run has to be gone; it is not exported if saving took longer than that.
+            is_leaving: whether the run is preempted: an export that fails is told then, since the run must end as one.
         """
         if self._settings.final != "hf" or not self.saver.saved:
             return None
@@ -132,7 +136,12 @@ class Saving:
         with heartbeat.phase("save", "the export"):
             from unisono.checkpoint.exchange import collective_export
 
-            return collective_export.export_together(self._run.directory, step, self._communicator)
+            try:
+                return collective_export.export_together(self._run.directory, step, self._communicator)
+            except UnisonoError as error:
+                if not is_leaving:
+                    raise
+                return f"not exported: {error}; later: {command}"
 
     def close(self, kind: type[BaseException] | None, *error: object) -> None:
         """Wait for the save in flight; only briefly if the run has failed."""

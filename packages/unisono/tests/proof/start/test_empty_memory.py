@@ -22,6 +22,14 @@ def test_what_to_empty_leaves_is_known_until_somebody_writes_it(dtype: torch.dty
     assert find_uninitialised(named) == ["2.weight", "2.bias"]
 
 
+def test_what_was_not_asked_for_is_left_alone() -> None:
+    """`recurse=False` allocates the module's own tensors, not those of its children."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    with filled_memory():
+        model.to_empty(device="cpu", recurse=False)
+    assert find_uninitialised(dict(model.named_parameters())) == []
+
+
 def test_torch_is_left_as_it_was() -> None:
     before = nn.Module.to_empty
     with filled_memory():

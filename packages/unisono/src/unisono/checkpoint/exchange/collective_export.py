@@ -13,7 +13,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange import export
 from unisono.config.schema.verbs import Export
 from unisono.runtime.communication.communicator import Communicator
-from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import atomic_folder
 from unisono.runtime.text import format_bytes
@@ -21,6 +21,8 @@ from unisono.runtime.text import format_bytes
 
 def export_together(folder: Path, step: int, communicator: Communicator) -> str:
     """Write the checkpoint of a step for transformers (or PEFT), as `unisono export` does; collective.
+
+    Its bytes are not verified before, since these processes have just written them.
 
     Args:
         folder: of the run.
@@ -34,20 +36,31 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
         UnisonoError: on every rank, as `export.export` raises it; the partial export is removed.
     """
     rank, world = communicator.rank, communicator.size
-    checkpoint = commit.read_manifest(export.find_checkpoint(folder, step))
     out = export.default_folder(folder, step, Export())
-    words = Export()
-    plan = export.plan_checkpoint(checkpoint, folder, words)
-    total = sum(file.size for file in plan.files)
-    if world > 1:
-        words = Export(shard_mb=min(words.shard_mb, max(1, ceil(total / world)) / 1e6))
+    plans: list[export.Plan] = []
+
+    def prepare() -> int:
+        checkpoint = commit.read_manifest(export.find_checkpoint(folder, step))
+        words = Export()
         plan = export.plan_checkpoint(checkpoint, folder, words)
+        size = sum(file.size for file in plan.files)
+        if world > 1:
+            words = Export(shard_mb=min(words.shard_mb, max(1, ceil(size / world)) / 1e6))
+            plan = export.plan_checkpoint(checkpoint, folder, words)
+        plans.append(plan)
+        return size
+
+    total = int(raise_everywhere(communicator, prepare, "the plan of the export")[0])
+    plan = plans[0]
     with ExitStack() as opened:
 
         def begin() -> str | None:
-            return None if out.exists() else str(opened.enter_context(atomic_folder(out)))
+            if out.exists():
+                return None
+            export.check_room(out, total)
+            return str(opened.enter_context(atomic_folder(out)))
 
-        where = raise_everywhere(communicator, begin if rank == 0 else None, "the folder of the export")[0]
+        where = share_first(communicator, begin, "the folder of the export")
         if where is None:
             return f"{out} exists already: the step was exported before"
         temporary = Path(str(where))
@@ -58,7 +71,7 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
             export.finish(plan, temporary)
             opened.close()
 
-        raise_everywhere(communicator, end if rank == 0 else None, "the end of the export")
+        share_first(communicator, end, "the end of the export")  # it waits for the disk, of all files
     return f"exported: {out} ({len(plan.files)} files, {format_bytes(total)})"
 
 

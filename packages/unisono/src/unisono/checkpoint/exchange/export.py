@@ -98,7 +98,7 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
         plan = _plan_model(build_merged(folder, words.ema, checkpoint.step), folder, words)
     else:
         plan = plan_checkpoint(checkpoint, folder, words)
-    _check_room(out, sum(file.size for file in plan.files))
+    check_room(out, sum(file.size for file in plan.files))
     try:
         with atomic_folder(out) as temporary:
             shares = assign_files(plan.files, 1 if words.merge else _count_processes(words, plan.files))
@@ -250,7 +250,8 @@ def assign_files(files: Sequence[TensorFile], count: int) -> list[list[str]]:
     return [names for _, names in shares]
 
 
-def _check_room(out: Path, size: int) -> None:
+def check_room(out: Path, size: int) -> None:
+    """Refuse an export for which the disk has no room."""
     existing = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < size:

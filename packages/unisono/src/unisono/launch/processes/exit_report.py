@@ -11,7 +11,7 @@ from typing import Any
 from unisono.launch.processes import children
 from unisono.launch.processes.monitor_client import MonitorClient
 from unisono.runtime.communication.communicator import Node
-from unisono.runtime.errors import CallbackError, DesyncError, LostError, StuckError, UnisonoError
+from unisono.runtime.errors import DesyncError, LostError, StuckError, UnisonoError
 from unisono.supervise import preemption, records
 from unisono.supervise.hangs import collective_mismatch
 from unisono.supervise.hangs.hang_detection import describe_death
@@ -94,7 +94,7 @@ def select_fault(
         shown = ", ".join(f"{code} (rank {rank})" for rank, code in sorted(ended_with.items()))
         return WorkerError(f"the processes ended with exit codes {shown}; see {logs}", 1)
     fault, memory = faults[0], bool(faults[0].get("memory"))
-    if fault["code"] == 1 and fault["kind"] != CallbackError.__name__:  # no error of ours
+    if fault.get("foreign"):
         more = len(faults) - 1
         others = f" ({more} other process{'es' * (more > 1)} failed, too; see {logs})" if more else ""
         return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"], memory=memory)

@@ -171,6 +171,7 @@ def _write_fault(path: Path, place: ProcessInfo, error: BaseException) -> None:
         "kind": type(error).__name__,
         "text": clean(format_error(error)),
         "code": _exit_code(error),
+        "foreign": not isinstance(error, UnisonoError),  # then it does not say by itself who failed
     }
     memory = isinstance(error, MemoryExhaustedError) or _is_out_of_memory(error)
     fault |= {"fault": getattr(error, "fault", ""), "memory": memory, "random": getattr(error, "random", None)}

@@ -8,7 +8,7 @@ authenticated, a message is at most 4 KB, has one overall deadline, and any defe
 Afterwards every message carries an HMAC keyed by connection, direction and sequence number, so nobody on the network
 can change, replay or forge one. Nothing is encrypted: configurations and paths can be read on the network.
 
-    node 0 -> node   {"unisono": 2, "token": which, "nonce": a}
+    node 0 -> node   {"unisono": 3, "token": which, "nonce": a}
     node -> node 0   {"nonce": b, "proof": HMAC(token, "node", a, b, who), "who": {...}}
     node 0 -> node   {"proof": HMAC(token, "node 0", b, a)}
     both             HMAC(HMAC(token, "key", a, b), direction, number, message) message
@@ -308,7 +308,12 @@ def reduce(
         fault = f"{error}{advice}"
         broadcast(lines, {"fault": fault})
         raise DeadlineError(fault) from error
-    result = combine(values)
+    try:
+        result = combine(values)
+    except (TypeError, ValueError) as error:
+        fault = f"members sent values that do not fit together while waiting for {what}: {error}"
+        broadcast(lines, {"fault": fault})
+        raise DeadlineError(fault) from error
     broadcast(lines, {"result": result})
     return result
 

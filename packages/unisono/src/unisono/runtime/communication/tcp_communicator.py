@@ -70,7 +70,7 @@ class TcpCommunicator:
 
     def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
         """Return the elementwise maximum over all ranks."""
-        most = self._reduce(list(numbers), lambda values: [max(column) for column in zip(*values, strict=False)], what)
+        most = self._reduce(list(numbers), lambda values: [max(column) for column in zip(*values, strict=True)], what)
         if not isinstance(most, list) or len(most) != len(numbers):
             raise DeadlineError(f"rank 0 sent an invalid answer while waiting for {what}")
         return most

@@ -28,8 +28,9 @@ def filled_memory() -> Iterator[None]:
     @wraps(original)
     def to_empty(module: nn.Module, *args: Any, **named: Any) -> Any:
         made = original(module, *args, **named)
+        deep = named.get("recurse", True)
         with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
+            for tensor in (*module.parameters(deep), *module.buffers(deep)):
                 if tensor.is_floating_point() and not tensor.is_meta:
                     local(tensor).fill_(_FILLING)
         return made
