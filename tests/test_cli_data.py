@@ -166,7 +166,7 @@ def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_he
             "nothing can be prepared for LinearTask: it does not define preparation()",
         ),
         (("merge", "corpus"), "corpus has no plan.json, so nothing was prepared there"),
-        (("reshard", "corpus"), "shards is missing: add shards=…; out is missing: add out=…"),
+        (("reshard", "corpus"), "shards is missing: add shards=… (number of new shards); out is missing: "),
         (("reshard", "corpus", "shards=2", "out=x"), "corpus has no prepared data (no manifest.json)"),
         (("reshard", "corpus", "shards=2", "out=x", "shard=3"), "unknown word 'shard=3', did you mean 'shards'?"),
     ],

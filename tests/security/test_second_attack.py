@@ -17,7 +17,7 @@ from unisono.observe import events
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.text_table import format_table
 from unisono.runtime.untrusted import safe_paths
-from unisono_sweeps import search
+from unisono_sweeps import search, study
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_journal_of_somebody_else_s_is_a_sentence(
     (folder / "sweep.json").write_text('{"command": [], "runs": {}}')
     if journal == b"link":
         (tmp_path / "private").write_text("mine")
-        (folder / search.STUDY).symlink_to(tmp_path / "private")
+        (folder / study.STUDY).symlink_to(tmp_path / "private")
     else:
-        (folder / search.STUDY).write_bytes(journal)
+        (folder / study.STUDY).write_bytes(journal)
     words = ["optim.lr=interval(1e-4,1e-3)", "name=s", "trials=1", "metric=[loss]"]
     with pytest.raises(ConfigError, match=r"study\.journal"):
         search.run_search("language", None, words)

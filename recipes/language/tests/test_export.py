@@ -281,7 +281,7 @@ def test_merged_adapters_are_one_model_of_transformers(adapted: Path, tmp_path: 
     [
         (["step=7"], "has no checkpoint of step 7; available steps: 1 to 2"),
         (["merge=true"], "has no adapters to merge"),
-        (["to=onnx"], "to: input should be 'hf' or 'safetensors', got 'onnx'"),
+        (["to=onxx"], "to: input should be 'hf', 'safetensors' or 'onnx', got 'onxx'"),
         (["stpe=1"], "unknown word 'stpe=1', did you mean 'step'?"),
         (["shard_mb=0"], "shard_mb: input should be greater than 0"),
     ],
