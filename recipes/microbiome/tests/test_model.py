@@ -225,7 +225,7 @@ def test_masked_nucleotides_are_hidden() -> None:
         hidden = encoder._hidden(tokens[5:6].long().masked_fill(masked, 6))
         logits.append(encoder.nucleotides(hidden)[0, 2])
         nats = -logits[-1].log_softmax(-1)[nucleotide]
-        assert torch.allclose(encoder.reconstruct(taxon, masked)[0, 0], nats, rtol=0, atol=1e-13)
+        assert torch.allclose(encoder(taxon, masked)[0, 0], nats, rtol=0, atol=1e-13)
     assert torch.equal(logits[0], logits[1])
 
 

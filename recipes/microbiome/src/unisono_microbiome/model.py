@@ -124,9 +124,10 @@ class SequenceEncoder(nn.Module):
     """Taxa by their DNA, (taxa, length) tokens, and predictions of masked nucleotides where they are wanted.
 
     Its blocks are no `ModuleList`: FSDP would make units of them, which every process has to call equally often, and
-    how many chunks there are depends on the rows.
+    how many chunks there are depends on the rows. The encoder as a whole is called equally often, so it is a unit.
     """
 
+    fsdp_unit = True
     tokens: Tensor
 
     def __init__(self, config: ModelSettings, tokens: Tensor, nucleotides: bool) -> None:
@@ -153,15 +154,14 @@ class SequenceEncoder(nn.Module):
         """What mixes positions in the last layer."""
         return self.get_submodule(f"block_{self._layers - 1}.mixer")
 
-    def forward(self, taxa: Tensor) -> Tensor:  # (sequences,) -> (sequences, features)
-        """A vector for each taxon."""
-        result: Tensor = torch.cat([self._part(self._vectors, part) for part in taxa.split(self._chunk)])
-        return result
+    def forward(self, taxa: Tensor, masked: Tensor | None = None) -> Tensor:  # (sequences,) -> (sequences, features)
+        """A vector for each taxon.
 
-    def reconstruct(
-        self, taxa: Tensor, masked: Tensor
-    ) -> Tensor:  # (sequences,), (sequences, length) -> (sequences, 2)
-        """Of each sequence with these nucleotides hidden: their cross-entropy in nats, and how many were right."""
+        With `masked`, (sequences, length), instead of each sequence with these nucleotides hidden: their cross-entropy
+        in nats, and how many were right, (sequences, 2).
+        """
+        if masked is None:
+            return torch.cat([self._part(self._vectors, part) for part in taxa.split(self._chunk)])
         parts = zip(taxa.split(self._chunk), masked.split(self._chunk), strict=True)
         return torch.cat([self._part(self._masked, *part) for part in parts])
 
@@ -341,7 +341,7 @@ class Network(nn.Module):
             chosen = batch["masked_taxa"] >= 0
             encoder = self.body.encoder
             assert isinstance(encoder, SequenceEncoder)
-            found = encoder.reconstruct(batch["masked_taxa"][chosen], batch["masked"][chosen])
+            found = encoder(batch["masked_taxa"][chosen], batch["masked"][chosen])
             result["masked"] = found.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], found).sum(1)
         return result
 

@@ -111,6 +111,18 @@ def test_a_model_without_repeated_blocks_is_one_piece(model: nn.Module) -> None:
     assert wrap.find_blocks(model) == []
 
 
+def test_a_module_that_asks_for_it_is_gathered_by_itself() -> None:
+    blocks, encoder = nn.ModuleList([Block(), Block()]), Holding(inner=Block())
+    model = Holding(encoder=encoder, layers=blocks)
+    assert identical(wrap.find_units(model), list(blocks))
+    encoder.fsdp_unit = True  # type: ignore[assignment]
+    assert identical(wrap.find_units(model), [*blocks, encoder])
+    assert identical(wrap.find_blocks(model), list(blocks))
+    for module in (blocks[0], encoder.inner):
+        module.fsdp_unit = True  # type: ignore[union-attr, assignment]
+    assert identical(wrap.find_units(model), [*blocks, encoder.inner, encoder])
+
+
 def hugging_face(name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 

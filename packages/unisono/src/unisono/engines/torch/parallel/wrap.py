@@ -93,6 +93,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for member in members for block in find_blocks(member)]
 
 
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """What FSDP gathers by itself: the blocks, and modules that ask for it by an attribute `fsdp_unit = True`.
+
+    Every process has to call such a module equally often in a pass, so it is not one that a loop over data calls.
+    """
+    asking = [module for module in model.modules() if getattr(module, "fsdp_unit", False)]
+    return list(dict.fromkeys([*find_blocks(model), *reversed(asking)]))  # inner ones first
+
+
 def checkpoint_and_compile(model: nn.Module, layout: Layout, precision: str) -> None:
     """Activation checkpointing and compilation, in place, block by block."""
     parts = find_blocks(model) or [model]
@@ -119,7 +128,7 @@ def wrap(
     if layout.strategy in ("fsdp", "hsdp"):  # moves one unit at a time: the whole model need not fit
         # What a pass may leave out is no unit of its own: units are gathered in the order in which each process calls
         # them, and processes that call other experts would be given pieces of other experts.
-        units = [] if layout.find_unused_parameters else find_blocks(step.model)
+        units = [] if layout.find_unused_parameters else find_units(step.model)
         _shard_module(step, units, layout, precision, device, world_size, timeout)
         return step
     if any(tensor.device.type != device.type for tensor in (*step.parameters(), *step.buffers())):
