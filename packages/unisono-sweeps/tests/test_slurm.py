@@ -278,9 +278,10 @@ def test_a_search_survives_its_command_and_prunes(here: Path, cluster: dict[str,
 
 
 def test_data_that_a_job_prepares_are_those_of_this_host_byte_for_byte(here: Path, ask: Callable[..., str]) -> None:
-    text = "data.path=text.txt"
-    Path("text.txt").write_text("\n".join(f"line {number} of a small corpus" for number in range(2000)))
-    command = (sys.executable, "-m", "unisono", "data", "prepare", "language", "data=corpus", text)
+    Path("texts").mkdir()
+    for number in range(40):
+        Path(f"texts/{number}.txt").write_text(f"text {number} of a small corpus\n" * (number + 1))
+    command = (sys.executable, "-m", "unisono", "data", "prepare", "language", "data=corpus", "data.path=texts")
     ask(*command, "out=here")
     assert "submitted" in ask(*command, "out=there", "workers=2", *SLURM)
     files = [
