@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from packages.unisono.tests.screen import show
 from unisono.checkpoint.core import resume_point
+from unisono.launch import interrupts
+from unisono.runtime.errors import Interrupted
 
 TASK = """
 import time
@@ -65,3 +70,20 @@ def test_a_second_one_ends_the_run_at_once(tmp_path: Path) -> None:
     code, said = train(tmp_path, 1.0, 1, typed)
     assert code == 130
     assert "interrupted. There is no checkpoint yet." in said
+
+
+def test_steps_that_a_crash_has_left_are_not_of_this_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would look at a request to stop yet: it was taken for that of an older start, and the interrupt lost."""
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    log = tmp_path / "events.jsonl"
+    step = '{{"step": {}, "loss": 1.0}}\n'
+    log.write_text("".join(step.format(number) for number in range(1, 6)))
+    run: Any = SimpleNamespace(directory=tmp_path, resume=SimpleNamespace(step=2))
+    with pytest.raises(KeyboardInterrupt), interrupts.stop_on_interrupt(run):
+        signal.raise_signal(signal.SIGINT)
+    assert not (tmp_path / "stop").exists()
+    with pytest.raises(Interrupted), interrupts.stop_on_interrupt(run):
+        log.write_text("".join(step.format(number) for number in range(1, 4)))  # left out, and one step made
+        signal.raise_signal(signal.SIGINT)
+    assert (tmp_path / "stop").exists()

@@ -39,10 +39,12 @@ def stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
         yield
         return
     is_stopping = False
+    found = _newest_event(run)  # a start that crashed may have left steps after its last checkpoint
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal is_stopping
-        if is_stopping or newest_step(run) <= (run.resume.step if run.resume else 0):
+        now = _newest_event(run)
+        if is_stopping or now == found or now[0] <= (run.resume.step if run.resume else 0):
             raise KeyboardInterrupt
         is_stopping = True
         with suppress(FileExistsError):
@@ -60,7 +62,8 @@ def stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
         raise Interrupted("interrupted, and saved")
 
 
-def newest_step(run: ResolvedRun) -> int:
-    """The newest step in a run's event log; 0 if there is none."""
-    steps = events.step_events(run_status.read_tail(run.directory)[0])
-    return int(steps[-1]["step"]) if steps else 0
+def _newest_event(run: ResolvedRun) -> tuple[int, float]:
+    """The newest step in a run's event log, 0 if there is none, and when something was last recorded."""
+    seen, written = run_status.read_tail(run.directory)
+    steps = events.step_events(seen)
+    return (int(steps[-1]["step"]) if steps else 0), written
