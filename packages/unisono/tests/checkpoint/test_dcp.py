@@ -13,22 +13,33 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from packages.unisono.tests.checkpoint.test_foreign import Call
 from unisono.checkpoint.exchange.model_names import halves_from_pairs
 from unisono.cli import main
 
-CONFIG = LlamaConfig(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=31, max_position_embeddings=32, tie_word_embeddings=False,
-)  # fmt: skip
 NAMES = {  # of torchtitan, as its checkpoints have them
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
 }  # fmt: skip
+
+
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+def llama_config(transformers: Any) -> Any:
+    return transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=31, max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def llama(transformers: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(llama_config(transformers))
 
 
 def imported(source: Path, out: Path, *words: str) -> int:
@@ -84,23 +95,23 @@ def torchtitan_names(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def model_folder(folder: Path, config: Any = CONFIG) -> Path:
+def model_folder(folder: Path, config: Any) -> Path:
     config.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_torchtitan_becomes_a_model_of_transformers(tmp_path: Path) -> None:
+def test_a_checkpoint_of_torchtitan_becomes_a_model_of_transformers(tmp_path: Path, transformers: Any) -> None:
     """The claim: the model that is opened is the one that was saved; its tensors at the top, as torchtitan has them."""
     torch.manual_seed(2)
-    saved, fresh = (AutoModelForCausalLM.from_config(CONFIG) for _ in range(2))
+    saved, fresh = (llama(transformers) for _ in range(2))
     state = {**torchtitan_names(saved), "optimizer": {"state.norm.weight.exp_avg": torch.ones(16)}, "train_state": 1}
     assert "layers.0.attention.wq.weight" in state
     dcp.save(state, checkpoint_id=str(tmp_path / "step-9"))
-    like = model_folder(tmp_path / "like")
+    like = model_folder(tmp_path / "like", llama_config(transformers))
     assert imported(tmp_path / "step-9", tmp_path / "out", f"like={like}") == 0
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     inputs = torch.randint(31, (2, 9))
     assert not torch.equal(fresh(inputs).logits, saved(inputs).logits)
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in opened.state_dict().items())
@@ -132,13 +143,16 @@ def test_scores_of_rotated_pairs_are_those_of_rotated_halves() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_does_not_fit_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = torchtitan_names(AutoModelForCausalLM.from_config(CONFIG))
+def test_what_does_not_fit_a_model_is_named(
+    tmp_path: Path, transformers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = torchtitan_names(llama(transformers))
     del state["layers.1.feed_forward.w2.weight"]
     state["layers.2.attention_norm.weight"] = torch.ones(16)
     state["norm.weight"] = torch.ones(17)
     dcp.save(state, checkpoint_id=str(tmp_path / "step-1"))
-    assert imported(tmp_path / "step-1", tmp_path / "out", f"like={model_folder(tmp_path / 'like')}") == 2
+    like = model_folder(tmp_path / "like", llama_config(transformers))
+    assert imported(tmp_path / "step-1", tmp_path / "out", f"like={like}") == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "missing: 'model.layers.1.mlp.down_proj.weight'" in error
     assert "not in the model: 'model.layers.2.input_layernorm.weight'" in error
