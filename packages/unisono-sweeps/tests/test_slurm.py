@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -215,13 +215,21 @@ def test_a_job_reserves_what_its_words_and_its_run_say(here: Path, ask: Callable
     assert "--gpus-per-node=3" in ask(*sweep("optim.lr=0.1", "gpus=3", "train.steps=3", "--dry-run"), code=2)
 
 
+def train_some_steps(
+    command: Sequence[str], here: Path, cluster: Mapping[str, str]
+) -> tuple[subprocess.Popen[str], Path]:
+    """A command that goes on, and the folder of its run, which has made some steps."""
+    process = subprocess.Popen(command, env={**os.environ, **cluster}, stdout=subprocess.PIPE, text=True)
+    run = here / "runs/s/run"
+    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 50, 300)
+    return process, run
+
+
 def test_a_run_that_reaches_its_limit_too_often_stays_saved_and_the_same_command_resumes_it(
     here: Path, cluster: dict[str, str], ask: Callable[..., str]
 ) -> None:
     command = sweep("optim.lr=0.01", "train.steps=1500", "checkpoint.every=1000", "time=10m", "max_num_timeout=0")
-    process = subprocess.Popen(command, env={**os.environ, **cluster}, stdout=subprocess.PIPE, text=True)
-    run = here / "runs/s/run"
-    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 50, 300)
+    process, run = train_some_steps(command, here, cluster)
     ask("scancel", "--signal=USR1", json.loads((here / "runs/s/console/run.slurm.json").read_text())["job"])
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 1
@@ -236,9 +244,7 @@ def test_a_run_of_several_nodes_that_is_warned_saves_and_continues_in_the_queue(
     here: Path, cluster: dict[str, str], ask: Callable[..., str]
 ) -> None:
     words = sweep("optim.lr=0.01", "train.steps=1500", "checkpoint.every=1000", "layout.world_size=2", "nodes=2")
-    process = subprocess.Popen(words, env={**os.environ, **cluster}, stdout=subprocess.PIPE, text=True)
-    run = here / "runs/s/run"
-    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 50, 300)
+    process, run = train_some_steps(words, here, cluster)
     number = json.loads((here / "runs/s/console/run.slurm.json").read_text())["job"]
     ask("scancel", "--signal=USR1", number)
     jobs.wait_for(lambda: number in queued(ask, "pending"), 120)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from unisono.optim.schedules import ScheduledScalars
 from unisono.protocols import resolve_features
 from unisono.task import Task
 from unisono_plan.jaxpr_costs import record
-from unisono_plan.recording import ALLOCATED, Collective, Kind, Recording, Trace, Work
+from unisono_plan.recording import Collective, Kind, Recording, Trace, Work, allocated
 
 _VIRTUAL = 1024  # devices over which an update is compiled at most; XLA for CPUs takes 2,048
 _NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
@@ -292,7 +292,7 @@ def _local_size(array: Any, grid: Grid) -> int:
 
 
 def _allocated(array: Any, shards: int = 1) -> int:
-    return int(ceil(prod(array.shape) * np.dtype(array.dtype).itemsize / shards / ALLOCATED) * ALLOCATED)
+    return allocated(prod(array.shape) * np.dtype(array.dtype).itemsize / shards)
 
 
 def collectives_of_program(text: str, members: int) -> list[Collective]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 from jax.extend.core import Literal
 
-from unisono_plan.recording import ALLOCATED, Collective, Kind, Phase, Recording, Work
+from unisono_plan.recording import Collective, Kind, Phase, Recording, Work, allocated
 
 Members = Callable[[tuple[str, ...]], tuple[int, ...]]  # the ranks of rank 0's group over axes of a mesh
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"}
@@ -215,7 +215,7 @@ def _flatten(jaxpr: Any, phase: Phase) -> tuple[list[_Operator], list[_Value]]:
             if called is not None:
                 known |= zip(equation.outvars, walk(called, inputs, where), strict=True)
                 continue
-            outputs = [_Value(_allocated(variable.aval)) for variable in equation.outvars]
+            outputs = [_Value(allocated(_size(variable.aval))) for variable in equation.outvars]
             known |= zip(equation.outvars, outputs, strict=True)
             operators.append(_Operator(name, equation, inputs, outputs, where, "jvp(" in stack))
         return [value_of(atom) for atom in inner.outvars]
@@ -296,10 +296,6 @@ def _moved(values: Iterable[_Value]) -> int:
 
 def _size(aval: Any) -> int:
     return int(prod(aval.shape)) * int(aval.dtype.itemsize)  # keys of random numbers have one, too
-
-
-def _allocated(aval: Any) -> int:
-    return ceil(_size(aval) / ALLOCATED) * ALLOCATED
 
 
 def _flops(equation: Any) -> float | None:

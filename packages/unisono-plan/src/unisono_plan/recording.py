@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers", "batch", "communication", "activations"]
 Phase = Literal["forward", "backward", "optimizer", "other"]
-ALLOCATED = 512  # bytes: allocators of GPUs give out multiples of it, or of half of it
+_ALLOCATED = 512  # bytes: allocators of GPUs give out multiples of it, or of half of it
+
+
+def allocated(size: float) -> int:
+    """The bytes that an allocator gives out for an array of so many bytes."""
+    return ceil(size / _ALLOCATED) * _ALLOCATED
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import ceil
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from unisono.engines.observers import Observer
-from unisono_plan.recording import ALLOCATED, Collective, Kind, Phase, Recording, Work
+from unisono_plan.recording import Collective, Kind, Phase, Recording, Work, allocated
 
 _aten = torch.ops.aten
 READ = 4.0  # what every number is that a step reads from the device; a norm of 2 is clipped, as most are
@@ -91,7 +90,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._resize(key, storage.nbytes())
 
     def _resize(self, key: int, size: int) -> None:
-        size = ceil(size / ALLOCATED) * ALLOCATED
+        size = allocated(size)
         self._now[self._kinds[key]] += size - self._sizes[key]
         self._sizes[key] = size
         self._note_peak()

@@ -51,11 +51,7 @@ def try_run(config: RunConfig) -> dict[str, float]:
     """
     given = config.layout.micro_batch
     device = "cpu" if config.layout.device == "cpu" else "auto"  # what the run asks for may be on other hosts alone
-    alone = {"world_size": 1, "devices": "auto", "device": device, "strategy": "single", "shards": None}
-    fast = {"defer_reduction": False, "offload": False, "bucket_mb": None, "micro_batch": None}
-    update = {"layout": config.layout.model_copy(update={**alone, **fast}), "launch": type(config.launch)()}
-    config = config.model_copy(update=update)
-    config = layout.resolve_layout(config, None)
+    config = layout.on_one_process(config, device=device, micro_batch=None)
     size = given if isinstance(given, int) else min(_LARGEST, config.train.global_batch)
     process, task = ProcessInfo(), build_task(config)
     source = build_source(task, config, 1)

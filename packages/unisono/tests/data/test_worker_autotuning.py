@@ -91,10 +91,10 @@ def test_waits_that_the_building_does_not_explain_are_those_of_a_busy_machine(bu
 
 
 def test_time_in_which_a_builder_had_no_core_does_not_count_as_building(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert batch_builder._run_delay() >= 0
+    assert batch_builder.run_delay() >= 0
     clock = iter(range(10_000))  # a second has passed whenever the thread looks: it waits all the time
     with monkeypatch.context() as patch:
-        patch.setattr(batch_builder, "_run_delay", lambda: float(next(clock)))
+        patch.setattr(batch_builder, "run_delay", lambda: float(next(clock)))
         patch.setattr(batch_builder, "perf_counter", lambda: float(next(clock)))
         with made.loader(Augmented(), workers=1) as loader:
             batches = next(loader.steps(0))

@@ -114,7 +114,7 @@ def _check_overrides(overrides: Sequence[str], out: Path) -> None:
 
 def _refuse_unfinished(fold: int, ended: RunResult) -> None:
     """Refuse to score a fold that a user stopped; one that a callback stopped, such as `eval.patience`, is finished."""
-    if ended.stopped == "as requested" or ended.stopped.startswith("run.stop_after="):
+    if ended.is_interrupted:
         raise RunError(
             f"fold-{fold} was stopped after step {ended.step} ({ended.stopped}), so there are no scores yet. The same "
             "command trains it to its end, without run.stop_after, and then the other folds"

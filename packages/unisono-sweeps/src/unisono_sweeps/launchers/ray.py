@@ -92,7 +92,7 @@ class RayLauncher:
         stops: Callable[[Job], bool] | None = None,
     ) -> None:
         """See the interface."""
-        waiting, running, lost, stopped = iter(jobs), dict[str, _Placed](), Counter[str](), set[str]()
+        waiting, running, lost = iter(jobs), dict[str, _Placed](), Counter[str]()
         with self._connected():
             try:
                 with interrupted_by_sigterm():
@@ -106,7 +106,7 @@ class RayLauncher:
                             if (how := one.poll()) is not None:
                                 del running[name]
                                 one.release()
-                                again = name not in stopped and lost[name] < self._settings.max_restarts
+                                again = not one.stop_requested and lost[name] < self._settings.max_restarts
                                 if how.code == _LOST and again:
                                     lost[name] += 1
                                     say(f"{name}: {how.why}; it resumes on another one", error=True)
@@ -114,7 +114,6 @@ class RayLauncher:
                                 else:
                                     ended(one.job, how)
                             elif stops is not None and stops(one.job):
-                                stopped.add(name)
                                 one.stop()
                         time.sleep(_POLL)
             finally:
@@ -227,7 +226,7 @@ class _Placed:
     _codes: dict[int, int] = field(default_factory=dict)
     _answers: dict[int, Any] = field(default_factory=dict)  # that are awaited: a host that is lost gives none
     _began: float = field(default_factory=time.monotonic)
-    _is_requested: bool = False
+    stop_requested: bool = False
 
     def __post_init__(self) -> None:
         self._group = self.ray.util.placement_group(
@@ -240,7 +239,7 @@ class _Placed:
         """How the run ended; None while it waits or runs."""
         try:
             if not self._hosts:
-                if self._is_requested:
+                if self.stop_requested:
                     return Ended(75, 0.0, "it had not begun")
                 if self._group.wait(timeout_seconds=0):
                     self._start()
@@ -266,10 +265,10 @@ class _Placed:
 
     def stop(self) -> None:
         """Ask the run to save and stop; any of its launchers passes it on."""
-        if not self._is_requested and self._hosts:
+        if not self.stop_requested and self._hosts:
             with suppress(self.ray.exceptions.RayError):
                 self._hosts[0].stop.remote()  # not awaited: its host may be lost
-        self._is_requested = True
+        self.stop_requested = True
 
     def release(self) -> None:
         """Give back what was reserved; whatever still runs there ends."""

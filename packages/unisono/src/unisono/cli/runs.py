@@ -54,23 +54,19 @@ def longer(folder: Path, steps: int) -> str:
 
     Of a run in epochs the last batch was short, and stays so; a schedule that ends with the run would be another one.
     """
-    from unisono.config import safe_yaml
+    from pydantic import TypeAdapter
 
-    config = safe_yaml.read_yaml(folder / CONFIG_FILE)
-    train, found = config.get("train"), config.get("schedules")
-    epochs = train.get("epochs") if isinstance(train, dict) else None
-    if isinstance(epochs, int | float):
+    from unisono.config import foreign_run
+    from unisono.config.schema.schedules import Schedule
+    from unisono.optim.schedules import first_change
+
+    values = foreign_run.read_values(folder / CONFIG_FILE)
+    if (epochs := values["train"]["epochs"]) is not None:
         return f"train.epochs={2 * epochs:g} 'run.allow_change=[train.epochs]'"
-    schedules = [one for one in found.values() if isinstance(one, dict)] if isinstance(found, dict) else []
-    more = " 'run.allow_change=[train.steps]'" if any(map(_ends_with_the_run, schedules)) else ""
+    schedules = TypeAdapter(dict[str, Schedule]).validate_python(values["schedules"])
+    changes = [first_change(schedule, steps, 2 * steps) for schedule in schedules.values()]
+    more = " 'run.allow_change=[train.steps]'" if any(first is not None and first < steps for first in changes) else ""
     return f"train.steps={2 * steps}{more}"
-
-
-def _ends_with_the_run(schedule: dict[str, Any]) -> bool:
-    """Whether a schedule's values depend on the number of steps: its end does, or a warm-up that is a share of it."""
-    warmup = schedule.get("warmup")
-    is_share = isinstance(warmup, float) and 0 < warmup < 1
-    return schedule.get("steps") is None and (schedule.get("kind") != "constant" or is_share)
 
 
 def _list(parsed: argparse.Namespace) -> int:

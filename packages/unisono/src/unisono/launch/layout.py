@@ -101,6 +101,16 @@ def _update_layout(config: RunConfig, update: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"layout": checked})
 
 
+def on_one_process(config: RunConfig, **others: Any) -> RunConfig:
+    """A configuration for one process of this host, whatever layout it is for; `others` are keys of the layout."""
+    one = {
+        "world_size": 1, "devices": "auto", "device": "auto", "strategy": "single", "shards": None, "bucket_mb": None,
+        "defer_reduction": False, "offload": False, **others,
+    }  # fmt: skip
+    alone = config.layout.model_copy(update=one)
+    return resolve_layout(config.model_copy(update={"layout": alone, "launch": type(config.launch)()}), None)
+
+
 def _resolve_engine(config: RunConfig) -> RunConfig:
     """Return the configuration with the task's engine; of a recipe's tasks, the one for the requested engine."""
     written = find_task(config.recipe, config.layout.engine).engine

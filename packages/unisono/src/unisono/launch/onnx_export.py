@@ -8,7 +8,6 @@ differs from torch there is refused.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.exchange.export import default_folder, find_checkpoint
+from unisono.checkpoint.exchange.export import choose_folder, find_checkpoint
 from unisono.checkpoint.remote.description import ASSETS
 from unisono.config.schema.verbs import Export
 from unisono.data.order.mixture import Joined
@@ -92,9 +91,7 @@ def export_onnx(run: Run, words: Export) -> OnnxExport:
     """
     _refuse(run)
     checkpoint = commit.open_checkpoint(find_checkpoint(run.folder, words.step))
-    out = words.out or default_folder(run.folder, checkpoint.step, words)
-    if os.path.lexists(out):
-        raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
+    out = choose_folder(run.folder, checkpoint.step, words)
     scalars = schedules.ScheduledScalars(run.config, int(checkpoint.state["total"]))(checkpoint.step)
     batches, rows = _real_batches(run)
     run.task.kernels("cpu", "fp32")

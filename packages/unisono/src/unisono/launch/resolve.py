@@ -177,17 +177,7 @@ def next_smaller_micro_batch(run: ResolvedRun) -> int | None:
 
 def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
     """Resolve a run that is only read, by one process of this host, whatever layout it was trained with."""
-    one = {
-        "world_size": 1,
-        "devices": "auto",
-        "strategy": "single",
-        "shards": None,
-        "device": "auto",
-        "max_memory_gb": None,
-    }
-    alone = config.layout.model_copy(update={**one, "defer_reduction": False, "offload": False, "bucket_mb": None})
-    config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
-    config = layout.resolve_layout(config, None)
+    config = layout.on_one_process(config, max_memory_gb=None)
     config = _with_micro_batch(config, batch_split.resolve_split(config).micro_batch)
     return ResolvedRun(config, directory, resume_point.list_all(directory))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.observe import events
 from unisono.runtime import notebook
 from unisono.runtime.entry_points import import_extra
+from unisono.supervise.step_sync import AS_REQUESTED, STOP_AFTER
 from unisono.task import Task
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class RunResult:
     def of(cls, result: Result, task: str | type[Task]) -> RunResult:
         """Of what the loop of a run returned."""
         return cls(result.folder, result.step, result.loss, result.evaluation, result.stopped, task)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run was stopped from outside, by `unisono stop` or `run.stop_after`, and not by a callback."""
+        return self.stopped == AS_REQUESTED or self.stopped.startswith(STOP_AFTER)
 
     @property
     def history(self) -> Any:

@@ -199,10 +199,9 @@ def _resolve(request: Request, task: Task, stack: ExitStack) -> ResolvedRun:
 def _resolve_interactively(request: Request, task: Task) -> Iterator[ResolvedRun]:
     """Resolve the run on the one host that somebody may be watching."""
     with ExitStack() as stack:
-        run = stack.enter_context(resolve.resolve_run(request, task))
+        run = _resolve(request, task, stack)
         for around in (exit_advice.explain_exit, interrupts.stop_on_interrupt, bar.show_run):
             stack.enter_context(around(run))
-        local_processes.remove_old_faults(run.directory)
         yield run
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,21 @@ def import_extra(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+        raise ConfigError(_missing(what, error.name, extra)) from error
+
+
+def require_extra(module: str, extra: str, what: str) -> None:
+    """Refuse what needs a module, as `import_extra` does, without importing it yet.
+
+    Raises:
+        ConfigError: If it is not installed.
+    """
+    if find_spec(module) is None:
+        raise ConfigError(_missing(what, module, extra))
+
+
+def _missing(what: str, package: str | None, extra: str) -> str:
+    return f"{what} needs the package '{package}': pip install 'unisono[{extra}]'"
 
 
 @cache

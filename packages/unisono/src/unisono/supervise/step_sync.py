@@ -23,6 +23,7 @@ from unisono.supervise.run_lock import RunLock
 
 STOP, SAVE = "stop", "save"  # request files in the run's directory; rank 0 removes them
 AS_REQUESTED = "as requested"  # why a run stopped if nothing but a user asked it to, and not a callback
+STOP_AFTER = "run.stop_after="  # the beginning of why, if that setting did
 
 _REQUEST_INTERVAL = 0.5  # seconds between checks for request files
 _LOCK_INTERVAL = 3.0  # seconds between checks of the lock

@@ -31,7 +31,7 @@ from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, 
 from unisono.runtime.preparing import preparing
 from unisono.supervise import run_lock
 from unisono.supervise.hangs.shape_tracking import ShapeTracker
-from unisono.supervise.step_sync import AS_REQUESTED, Decision, RankRequests, StepSync
+from unisono.supervise.step_sync import AS_REQUESTED, STOP_AFTER, Decision, RankRequests, StepSync
 from unisono.task import Task
 from unisono.training.callbacks.dispatch import Callbacks
 from unisono.training.evaluation import Evaluation
@@ -252,7 +252,7 @@ class Training:
             self._telemetry.record.note(self.step, {"stopped": self.stopped})
             say(f"stopped after step {self.step} of {self._total}: {self.stopped}. Resume with:\n  {resumes}")
         elif self._last_step < self._total:
-            self.stopped = f"run.stop_after={self._last_step}"
+            self.stopped = f"{STOP_AFTER}{self._last_step}"
             say(f"stopped after step {self.step} of {self._total} (run.stop_after). Resume with:\n  {resumes}")
         else:
             self.stopped = ""

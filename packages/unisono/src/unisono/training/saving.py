@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.checkpoint.core.commit import Snapshot
@@ -17,6 +16,7 @@ from unisono.observe import trackers
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, Json
 from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.entry_points import require_extra
 from unisono.runtime.errors import CallbackError, ConfigError, Preempted, UnisonoError
 from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync
@@ -116,8 +116,7 @@ class Saving:
                 "checkpoint.final=hf: this task saves no config.json of a transformers model (save_assets), so the run "
                 "could not be exported; use checkpoint.final=resumable"
             )
-        if find_spec("transformers") is None:
-            raise ConfigError("checkpoint.final=hf needs the package 'transformers': pip install 'unisono[export]'")
+        require_extra("transformers", "export", "checkpoint.final=hf")
 
     def export(self, seconds_left: float, is_leaving: bool) -> str | None:
         """Export the newest checkpoint if the settings ask for it, all ranks together; returns what to say of it.

@@ -161,6 +161,20 @@ def choose_tensors(tensors: list[SavedTensor], key: str | None) -> tuple[dict[st
     return found, [text for text in shown if not wanted or not text.startswith(f"{wanted[0]} (")]
 
 
+def find_dtype(saved: SavedTensor) -> Any:
+    """The dtype of a tensor, as torch's.
+
+    Raises:
+        CheckpointError: where torch has none of that name, as the end of a sentence.
+    """
+    import torch
+
+    dtype = getattr(torch, saved.dtype.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"has '{'.'.join(saved.path)}' with the dtype {saved.dtype}, which torch does not have")
+    return dtype
+
+
 def read_tensor(saved: SavedTensor, files: Mapping[str, str]) -> Any:
     """A tensor, put together from its pieces.
 
@@ -173,10 +187,7 @@ def read_tensor(saved: SavedTensor, files: Mapping[str, str]) -> Any:
     """
     import torch
 
-    name = ".".join(saved.path)
-    dtype = getattr(torch, saved.dtype.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"has '{name}' with the dtype {saved.dtype}, which torch does not have")
+    name, dtype = ".".join(saved.path), find_dtype(saved)
     whole, seen = torch.empty(saved.shape, dtype=dtype), torch.zeros(saved.shape, dtype=torch.bool)
     for piece in saved.pieces:
         if piece.file not in files:

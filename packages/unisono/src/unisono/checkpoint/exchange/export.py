@@ -88,9 +88,7 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
     """
     checkpoint = commit.open_checkpoint(find_checkpoint(folder, words.step))  # every byte is verified here, once
     assets.check(checkpoint, folder)
-    out = words.out or default_folder(folder, checkpoint.step, words)
-    if os.path.lexists(out):
-        raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
+    out = choose_folder(folder, checkpoint.step, words)
     if words.merge and read_adapter_settings(folder) is None:
         raise RunError(f"{folder} has no adapters to merge; remove merge=true")
     if words.merge:
@@ -119,6 +117,14 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
         ) from error
     size = sum(file.size for file in plan.files)
     return Exported(out, plan.form.description, checkpoint.step, len(plan.files), len(plan.form.outputs), size)
+
+
+def choose_folder(folder: Path, step: int, words: Export) -> Path:
+    """Where an export of a run goes; refused if something is there."""
+    out = words.out or default_folder(folder, step, words)
+    if os.path.lexists(out):
+        raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
+    return out
 
 
 def default_folder(folder: Path, step: int, words: Export) -> Path:

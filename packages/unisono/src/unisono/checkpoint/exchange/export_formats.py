@@ -21,7 +21,8 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.exchange import hf_config
 from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.config.schema.run import Lora
-from unisono.runtime.errors import CheckpointError, ConfigError, RunError
+from unisono.runtime.entry_points import require_extra
+from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Count, Object
@@ -91,8 +92,7 @@ def transformers_format(arrays: Mapping[str, TensorEntry], assets: Path) -> Expo
             "docs/tutorial-transformers.md). to=safetensors writes the arrays under their own names, for torch or any "
             "other reader"
         )
-    if find_spec("transformers") is None:
-        raise ConfigError("to=hf needs the package 'transformers': pip install 'unisono[language]'")
+    require_extra("transformers", "language", "to=hf")
     from transformers.core_model_loading import revert_weight_conversion
 
     model = _skeleton(assets)
@@ -146,8 +146,7 @@ def peft_format(arrays: Mapping[str, TensorEntry], assets: Path, adapter: Lora, 
         ConfigError: where PEFT is not installed.
         CheckpointError: where there is more than adapters, which the base alone would not have.
     """
-    if find_spec("peft") is None:
-        raise ConfigError("an export of adapters needs the package 'peft': pip install 'unisono[lora]'")
+    require_extra("peft", "lora", "an export of adapters")
     pattern = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
     matched = {name: pattern.fullmatch(name) for name in arrays}
     others = [name for name, match in matched.items() if match is None]

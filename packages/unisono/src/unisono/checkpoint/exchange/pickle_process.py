@@ -23,6 +23,8 @@ from unisono.runtime.untrusted.resource_limits import lower_limit
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000  # CLONE_NEWNET, CLONE_NEWUSER
 _NO_NEW_PRIVILEGES, _DEATH_SIGNAL = 38, 1
+# What reading a damaged file raises.
+_DAMAGED = (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)
 _MEMORY_BYTES = 16 << 30  # bytes of addresses for Python, torch and a block, besides the file
 
 
@@ -98,7 +100,7 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
             "sentence": "was refused: it is not a torch.save file, or a pickle of more than tensors and plain data "
             f"({detail[:200] or 'not a pickle'}). Nothing of it was run"
         }
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+    except _DAMAGED as error:
         return {"sentence": f"cannot be read as a torch.save file: {_first_line(error)}"}
     except MemoryError:
         return {"sentence": "cannot be read: it needs far more memory than a file of its size should"}
@@ -140,7 +142,7 @@ def extract_folder(
         chosen, left = dcp_folder.choose_tensors(tensors, key)
         described: dict[str, tuple[Any, tuple[int, ...]]] = {}
         for name, one in chosen.items():
-            dtype = getattr(torch, one.dtype.removeprefix("torch."), None)
+            dtype = dcp_folder.find_dtype(one)
             if dtype not in CODES:
                 raise CheckpointError(f"has '{name}' as {one.dtype}, which safetensors files do not support")
             described[name] = dtype, one.shape
@@ -151,7 +153,7 @@ def extract_folder(
         return {"sentence": str(error)}
     except pickle.UnpicklingError as error:
         return {"needed": _find_named(error) or "more than tensors"}
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+    except _DAMAGED as error:
         return {"sentence": f"cannot be read as a folder of torch.distributed.checkpoint: {_first_line(error)}"}
     except MemoryError:
         return {"sentence": "cannot be read: it needs far more memory than a folder of its size should"}

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from unisono.data.loading import checksum
+from unisono.data.loading.run_delay import run_delay
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import NO_SAMPLES, SampleIndices
 from unisono.data.sources.cache import LruCache
@@ -198,7 +198,7 @@ class BatchBuilder:
         Raises:
             DataError: naming the row or rows that cannot be built, and the line of the user's code.
         """
-        watch, waited = _StageTimer(), _run_delay()
+        watch, waited = _StageTimer(), run_delay()
         taken, pieces, masked = self.pieces(request.samples, watch)
         began = perf_counter()
         while True:
@@ -229,7 +229,7 @@ class BatchBuilder:
         made = BatchInfo(
             request.slots, NO_SAMPLES if idle else taken, np.array(contents, dtype=np.uint64),
             () if request.idle else tuple(masked), (watch.read, watch.sample, watch.rest),
-            max(0.0, _run_delay() - waited),
+            max(0.0, run_delay() - waited),
         )  # fmt: skip
         packed = None if self._capacity is None else size
         return MicroBatch(request.number, rows, arrays, counts, work, idle, packed, made)
@@ -454,15 +454,6 @@ def build_sample(
     except (Exception, SystemExit) as error:
         raise DataError(f"row {row} of {rows}: building the sample failed: {describe_error(error)}") from error
     return sample
-
-
-def _run_delay() -> float:
-    """Seconds in which this thread was ready but no core was free, since it began; 0 if the kernel does not say."""
-    try:
-        _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()  # ns on a core and waiting; turns
-        return int(waited) / 1e9
-    except (OSError, ValueError):
-        return 0.0
 
 
 def refuse_mask(task: Task) -> None:

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from unisono.engines.torch.content import has_content
-from unisono.runtime.entry_points import import_extra
 from unisono.runtime.errors import ConfigError
 
 _BASE = "base_layer"  # what PEFT calls the frozen layer beside an adapter
 _BLOCK = 64  # values that share a scale
 _LARGEST_ERROR = 0.17  # of the largest value of a block: half of the widest gap of NF4 is 0.152, and scales are rounded
 _COMPUTES_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def check_installed() -> None:
-    """Refuse 4 bits where the library is missing.
-
-    Raises:
-        ConfigError: with the command that installs it.
-    """
-    if find_spec("bitsandbytes") is None:
-        import_extra("bitsandbytes", "qlora", "adapter.base_dtype=nf4")
 
 
 def quantise(model: nn.Module, precision: str) -> int:
@@ -84,10 +72,12 @@ def _check(name: str, whole: Tensor, rounded: Tensor) -> None:
     Raises:
         ConfigError: naming the layer.
     """
-    blocks = torch.nn.functional.pad(whole.flatten(), (0, -whole.numel() % _BLOCK)).view(-1, _BLOCK)
-    errors = torch.nn.functional.pad((rounded - whole).flatten(), (0, -whole.numel() % _BLOCK)).view(-1, _BLOCK)
+    values, errors = (
+        nn.functional.pad(one.flatten(), (0, -one.numel() % _BLOCK)).view(-1, _BLOCK).abs().amax(1)
+        for one in (whole, rounded - whole)
+    )
     shown = name.removesuffix(f".{_BASE}")
-    if bool((errors.abs().amax(1) > _LARGEST_ERROR * blocks.abs().amax(1)).any()):
+    if bool((errors > _LARGEST_ERROR * values).any()):
         raise ConfigError(
             f"adapter.base_dtype=nf4: bitsandbytes does not give '{shown}' back from 4 bits (it has rows of "
             f"{whole.shape[1]} values; multiples of {_BLOCK} are safe); leave the layer out of adapter.targets, "

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from unisono.config.schema.run import Lora
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import four_bit
 from unisono.engines.torch.guards import replicas
+from unisono.runtime.entry_points import require_extra
 from unisono.runtime.errors import CheckpointError, ConfigError, nearest
 from unisono.runtime.rng import key
 
@@ -100,10 +100,10 @@ class Adapter:
 
 def check_peft_installed(config: Lora | None) -> None:
     """Raise if a run has adapters but PEFT is not installed, or a base in 4 bits without what reads it."""
-    if config is not None and find_spec("peft") is None:
-        raise ConfigError("adapter=lora needs the package 'peft': pip install 'unisono[lora]'")
+    if config is not None:
+        require_extra("peft", "lora", "adapter=lora")
     if config is not None and config.base_dtype == "nf4":
-        four_bit.check_installed()
+        require_extra("bitsandbytes", "qlora", "adapter.base_dtype=nf4")
 
 
 def check_same_base(model: nn.Module, reader: StateReader) -> None:

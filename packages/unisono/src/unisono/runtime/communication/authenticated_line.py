@@ -303,15 +303,10 @@ def reduce(
         return answer.get("result")
     deadline = time.monotonic() + timeout
     try:
-        values = [value, *(line.receive(deadline, what).get("value") for line in lines.values())]
-    except DeadlineError as error:
-        fault = f"{error}{advice}"
-        broadcast(lines, {"fault": fault})
-        raise DeadlineError(fault) from error
-    try:
-        result = combine(values)
-    except (TypeError, ValueError) as error:
-        fault = f"members sent values that do not fit together while waiting for {what}: {error}"
+        result = combine([value, *(line.receive(deadline, what).get("value") for line in lines.values())])
+    except (TypeError, ValueError) as error:  # a `DeadlineError` is one, too
+        misfit = f"members sent values that do not fit together while waiting for {what}: {error}"
+        fault = f"{error}{advice}" if isinstance(error, DeadlineError) else misfit
         broadcast(lines, {"fault": fault})
         raise DeadlineError(fault) from error
     broadcast(lines, {"result": result})
