@@ -130,6 +130,22 @@ def test_runs_that_are_worse_than_the_median_are_pruned(command: Command, preten
     assert {trial.state.name for trial in study("runs/all").trials} == {"COMPLETE"}
 
 
+def test_a_run_that_has_gone_far_beyond_the_others_when_it_is_looked_at_is_pruned(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last evaluation is of a step that no other trial has: it is compared at those that they have."""
+
+    def run(self: LocalLauncher, jobs: Any, started: Any, ended: Any, stops: Any) -> None:
+        for number, job in enumerate(jobs):
+            started(job)
+            write_run(job.folder, [9.0] * 40 if number == 5 else [1.0] * 4, evaluations=1, optim__lr=lr_of(job))
+            ended(job, Ended(75 if stops(job) else 0, 1.0))
+
+    monkeypatch.setattr(LocalLauncher, "run", run)
+    assert command("search", TASK, *BASE, LR, "trials=6")[0] == 0
+    assert [trial.state.name for trial in study().trials] == ["COMPLETE"] * 5 + ["PRUNED"]
+
+
 def test_several_metrics_give_the_trials_that_no_other_one_beats(command: Command, pretended: list[str]) -> None:
     code, out, _ = command("search", TASK, *BASE, LR, "trials=3", "metric=[loss,seconds]", "mode=[max,min]")
     assert code == 0

@@ -129,7 +129,10 @@ class _Search:
             if event["step"] > one.reported and is_number(value):
                 one.trial.report(float(value), event["step"])
                 one.reported = event["step"]
-        one.pruned = one.reported > 0 and one.trial.should_prune()
+                # After each: the last of several may be beyond the steps of all trials that it can be compared with.
+                if one.trial.should_prune():
+                    one.pruned = True
+                    break
         return one.pruned
 
     def ended(self, job: Job, how: Ended) -> None:
