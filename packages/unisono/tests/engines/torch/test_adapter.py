@@ -18,6 +18,7 @@ from unisono.config.schema.run import Lora
 from unisono.engines.torch import lora
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
+from unisono.runtime import entry_points
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError
 from unisono.task_config import read_run
@@ -104,7 +105,7 @@ def test_out_projections_of_torch_s_attention_are_passed_over() -> None:
 
 
 def test_without_peft_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    monkeypatch.setattr(entry_points, "find_spec", lambda name: None)
     lora.check_peft_installed(None)
     with pytest.raises(ConfigError, match=r"pip install 'unisono\[lora\]'"):
         lora.check_peft_installed(LORA)
