@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unisono.cli import script
-from unisono.proof.scripts.script_comparison import Report
+from unisono.proof.scripts.judging.script_comparison import Report
 from unisono.proof.scripts.script_proof import parse_settings, prove_script
 from unisono.runtime.errors import ConfigError, RunError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.proof.scripts import self_check
-from unisono.proof.scripts.script_comparison import Report
+from unisono.proof.scripts.judging import self_check
+from unisono.proof.scripts.judging.script_comparison import Report
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 from unisono.runtime.errors import RunError
 

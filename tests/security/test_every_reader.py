@@ -28,7 +28,8 @@ PRIVATE = {
     # temporary folders that this process has made, which only its user can enter
     "doctor.all_reduce_process": "", "doctor.rates": "", "launch.autobatch.probe": "", "launch.autobatch.search": "",
     "engines.jax.profiler": "", "proof.case_process": "", "proof.hangs": "", "proof.recording.trace": "",
-    "proof.scripts.rank_facts": "", "proof.scripts.rank_progress": "", "proof.scripts.script_process": "",
+    "proof.scripts.recording.rank_facts": "", "proof.scripts.recording.rank_progress": "",
+    "proof.scripts.recording.script_process": "",
     "proof.scripts.replay.content_store": "", "proof.scripts.replay.reading": "",
     "proof.scripts.replay.row_exchange": "", "unisono_sweeps.trial_process": "",
     # memory that is shared with the processes that this one has started
@@ -88,8 +89,9 @@ OWN_RECORDS = {  # who has written what they parse by themselves
     "checkpoint.exchange.pickle_process": "", "checkpoint.remote.upload": "", "checkpoint.remote.upload_process": "",
     "engines.jax.devices": "", "engines.jax.profiler": "",
     "launch.autobatch.probe": "", "launch.autobatch.search": "", "launch.processes.fork_server": "",
-    "observe.profile": "", "proof.recording.trace": "", "proof.scripts.rank_facts": "",
-    "proof.scripts.rank_progress": "", "proof.scripts.replay.reading": "", "proof.scripts.script_process": "",
+    "observe.profile": "", "proof.recording.trace": "", "proof.scripts.recording.rank_facts": "",
+    "proof.scripts.recording.rank_progress": "", "proof.scripts.replay.reading": "",
+    "proof.scripts.recording.script_process": "",
     "supervise.monitor": "",
     "unisono_sweeps.trial": "",
     # ranks of this run

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from unisono.launch.train import resume, train
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
-    from unisono.proof.scripts.script_recorder import World
+    from unisono.proof.scripts.recording.script_recorder import World
     from unisono.protocols import (
         Benchmark,
         Benchmarked,
@@ -96,7 +96,7 @@ _HOMES = {
     "launch.result": ["RunResult"],
     "launch.train": ["resume", "train"],
     "proof.scripts.function_proof": ["compare"],
-    "proof.scripts.script_recorder": ["World"],
+    "proof.scripts.recording.script_recorder": ["World"],
     "protocols": [
         "Benchmark",
         "Benchmarked",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, write_rank_facts
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, write_rank_facts
 
 DRAW = np.random.default_rng(0)
 OWN = [{"a": DRAW.normal(size=(3, 4)), "b": DRAW.normal(size=4)} for _ in range(2)]  # gradients of two ranks

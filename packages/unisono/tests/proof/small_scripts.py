@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono.proof.scripts.script_comparison import Report
+from unisono.proof.scripts.judging.script_comparison import Report
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 
 HEAD = """

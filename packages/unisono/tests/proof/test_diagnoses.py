@@ -22,7 +22,7 @@ SECTIONS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
 def test_every_fault_has_a_remedy_and_is_named_by_a_rule_or_an_error() -> None:
-    written = {"runtime/fault_names.py", "proof/diagnoses/remedies.py", "proof/scripts/script_remedies.py"}
+    written = {"runtime/fault_names.py", "proof/diagnoses/remedies.py", "proof/scripts/judging/script_remedies.py"}
     files = [file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).as_posix() not in written]
     named = {name for file in files for name in re.findall(r"\bFaultName\.([A-Z_]+)", file.read_text(encoding="utf-8"))}
     assert named == {fault.name for fault in FaultName}

@@ -19,8 +19,8 @@ from unisono.launch.processes import local_processes
 from unisono.proof import Report, compare
 from unisono.proof.cases import Case
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts import script_comparison
-from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.judging import script_comparison
+from unisono.proof.scripts.recording.script_process import ScriptRun
 from unisono.runtime.errors import ConfigError, RunError
 
 SCRIPT = '''

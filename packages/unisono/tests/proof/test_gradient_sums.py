@@ -6,7 +6,7 @@ import pytest
 
 from packages.unisono.tests.proof.script_traces import DRAW, OWN, combine
 from unisono.proof.recording.trace import Array
-from unisono.proof.scripts.gradient_sums import explain_reduction, is_left_alone
+from unisono.proof.scripts.judging.gradient_sums import explain_reduction, is_left_alone
 
 
 @pytest.mark.parametrize(

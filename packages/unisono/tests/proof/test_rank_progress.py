@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from unisono.proof.scripts import rank_progress
-from unisono.proof.scripts.rank_progress import RankProgress, UnequalUpdatesError, describe_ended, describe_waiting
+from unisono.proof.scripts.recording import rank_progress
+from unisono.proof.scripts.recording.rank_progress import (
+    RankProgress,
+    UnequalUpdatesError,
+    describe_ended,
+    describe_waiting,
+)
 from unisono.runtime.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from unisono.proof import Records, World, comparison
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts import script_hooks
+from unisono.proof.scripts.recording import script_hooks
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 

@@ -13,8 +13,8 @@ import pytest
 from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.tasks import LinearTask
 from unisono.proof import same_on
+from unisono.proof.scripts.recording.script_hooks import find_watch
 from unisono.proof.scripts.same_on import prove_subject
-from unisono.proof.scripts.script_hooks import find_watch
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.proof.scripts.script_arguments import fill_arguments
+from unisono.proof.scripts.start.script_arguments import fill_arguments
 from unisono.runtime.errors import ConfigError
 
 

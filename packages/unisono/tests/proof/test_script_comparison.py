@@ -10,15 +10,15 @@ import pytest
 from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.recording.trace import write_tensors
-from unisono.proof.scripts.parameter_pieces import drop_pieces
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, fill_reports
-from unisono.proof.scripts.script_comparison import (
+from unisono.proof.scripts.judging.parameter_pieces import drop_pieces
+from unisono.proof.scripts.judging.script_comparison import (
     drop_unrepeatable_reports,
     find_local_statistics,
     name_local_statistics,
 )
+from unisono.proof.scripts.judging.self_check import SelfCheck
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, fill_reports
 from unisono.proof.scripts.script_proof import choose_losses, note_reduction
-from unisono.proof.scripts.self_check import SelfCheck
 from unisono.proof.verdict import Verdict
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from packages.unisono.tests.proof.small_scripts import JOINED, SEEDED, STEP, SYNCHRONISED, prove
-from unisono.proof.scripts import self_check
+from unisono.proof.scripts.judging import self_check
 from unisono.runtime.errors import ConfigError, RunError
 
 LOW_KERNEL = """

@@ -9,9 +9,9 @@ import pytest
 
 from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
 from unisono.proof.recording.trace import write_tensors
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace
-from unisono.proof.scripts.rows_seen import FetchedRows
-from unisono.proof.scripts.script_rows import count_shared_rows_once, drop_own_numbers, explain_other_rows
+from unisono.proof.scripts.judging.script_rows import count_shared_rows_once, drop_own_numbers, explain_other_rows
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
+from unisono.proof.scripts.recording.rows_seen import FetchedRows
 
 
 def write_runs(

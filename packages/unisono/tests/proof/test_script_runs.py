@@ -14,11 +14,12 @@ import torch
 from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.proof.small_scripts import HEAD, SYNCHRONISED, prove
 from unisono.launch.processes.local_processes import WorkerError
-from unisono.proof.scripts import script_hooks, script_proof
-from unisono.proof.scripts.script_comparison import LATE
-from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts import script_proof
+from unisono.proof.scripts.judging.script_comparison import LATE
+from unisono.proof.scripts.recording import script_hooks
+from unisono.proof.scripts.recording.script_process import ScriptRun
+from unisono.proof.scripts.recording.script_recorder import World
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
-from unisono.proof.scripts.script_recorder import World
 from unisono.runtime.errors import ConfigError, RunError
 
 

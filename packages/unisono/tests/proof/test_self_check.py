@@ -11,8 +11,8 @@ import pytest
 
 from packages.unisono.tests.proof.script_traces import OWN, build_step, combine, write_script_trace
 from unisono.proof.recording.trace import Array, write_tensors
-from unisono.proof.scripts import script_remedies, self_check
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, buffers_moment, reduced_moment
+from unisono.proof.scripts.judging import script_remedies, self_check
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, buffers_moment, reduced_moment
 
 SAME = [OWN[0]] * 2
 MEAN = combine(0.5, 0.5)

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.proof.scripts.function_proof import compare
+    from unisono.proof.scripts.judging.script_comparison import Report
     from unisono.proof.scripts.lightning_callback import LightningCallback
+    from unisono.proof.scripts.recording.script_recorder import Records, World
     from unisono.proof.scripts.same_on import same_on
-    from unisono.proof.scripts.script_comparison import Report
-    from unisono.proof.scripts.script_recorder import Records, World
     from unisono.proof.scripts.transformers_callback import TransformersCallback
 
 __all__ = ["LightningCallback", "Records", "Report", "TransformersCallback", "World", "compare", "same_on"]
 
 _HOME = {
     "LightningCallback": "lightning_callback",
-    "Records": "script_recorder",
-    "Report": "script_comparison",
+    "Records": "recording.script_recorder",
+    "Report": "judging.script_comparison",
     "TransformersCallback": "transformers_callback",
-    "World": "script_recorder",
+    "World": "recording.script_recorder",
     "compare": "function_proof",
     "same_on": "same_on",
 }

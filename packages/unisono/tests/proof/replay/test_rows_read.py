@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_replay
 from unisono.proof.scripts.replay.rows_read import describe_epoch, judge_reading

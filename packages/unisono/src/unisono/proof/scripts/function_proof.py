@@ -16,10 +16,10 @@ from unisono.launch.task_objects import reference_to
 from unisono.proof import certificate, judgement
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis
-from unisono.proof.scripts import self_check
-from unisono.proof.scripts.rank_facts import ScriptTrace
-from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
-from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.judging import self_check
+from unisono.proof.scripts.judging.script_comparison import Report, ScriptRuns, name_local_statistics
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from unisono.proof.scripts.script_hooks import find_watch
+from unisono.proof.scripts.recording.script_hooks import find_watch
 
 
 def _find_library() -> str:

@@ -21,14 +21,9 @@ from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis, predictions
-from unisono.proof.scripts import script_rows, self_check
-from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
-from unisono.proof.scripts.rank_facts import ScriptTrace
-from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
-from unisono.proof.scripts.replay.reading import read_reading
-from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
-from unisono.proof.scripts.script_arguments import fill_arguments
-from unisono.proof.scripts.script_comparison import (
+from unisono.proof.scripts.judging import script_rows, self_check
+from unisono.proof.scripts.judging.parameter_pieces import describe_pieces, drop_pieces
+from unisono.proof.scripts.judging.script_comparison import (
     LATE,
     MAX_ROUNDING,
     Report,
@@ -37,8 +32,13 @@ from unisono.proof.scripts.script_comparison import (
     find_other_buffers,
     name_local_statistics,
 )
-from unisono.proof.scripts.script_process import MODULE, ScriptRun
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.script_process import MODULE, ScriptRun
+from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
+from unisono.proof.scripts.replay.reading import read_reading
+from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
 from unisono.proof.scripts.start import gpu_need
+from unisono.proof.scripts.start.script_arguments import fill_arguments
 from unisono.proof.scripts.start.seeds import describe_unseeded
 from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict

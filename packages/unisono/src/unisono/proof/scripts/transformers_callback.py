@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
-from unisono.proof.scripts.script_hooks import find_watch
+from unisono.proof.scripts.recording.script_hooks import find_watch
 
 
 class TransformersCallback(TrainerCallback):  # type: ignore[misc]

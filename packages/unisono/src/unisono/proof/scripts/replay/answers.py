@@ -8,7 +8,7 @@ from unisono.proof import comparison
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.trace import QUANTITIES
-from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.replay_plan import NUMBERS, reads_numbers
 from unisono.proof.scripts.replay.replay_runs import Group
 from unisono.proof.scripts.replay.rows_read import PER_DEVICE, ROWS, describe_rates, describe_size, judge_reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.row_exchange import How
 from unisono.runtime.text import join_names

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from unisono.proof.cases import EPSILON, Case
-from unisono.proof.scripts import script_rows
-from unisono.proof.scripts.gradient_sums import find_differing
-from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.judging import script_rows
+from unisono.proof.scripts.judging.gradient_sums import find_differing
+from unisono.proof.scripts.judging.script_comparison import ScriptRuns, find_local_statistics
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.replay_plan import ReplayPlan, explain_failure, plan_replay
-from unisono.proof.scripts.script_comparison import ScriptRuns, find_local_statistics
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
-from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.reading import read_epochs
 from unisono.runtime.fault_names import FaultName
 

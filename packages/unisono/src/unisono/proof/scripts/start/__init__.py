@@ -1,1 +1,1 @@
-"""How a script is started: with seeds, variables of launchers, and without a GPU."""
+"""How a script is started: with which arguments, seeds and variables, without a GPU, and without dropout."""

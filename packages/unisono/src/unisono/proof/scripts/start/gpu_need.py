@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from unisono.proof.scripts.script_hooks import NO_UPDATE
+from unisono.proof.scripts.recording.script_hooks import NO_UPDATE
 
 REPLACED = "not seen: what a GPU computes (a CPU stood in place of it, cuda=cpu): its kernels, its precisions, NCCL"
 _ASKS = re.compile(r"cuda|nccl|nvidia driver|device_ids and output_device", re.IGNORECASE)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.proof.scripts.model_facts import name_generators
+from unisono.proof.scripts.recording.model_facts import name_generators
 
 _SEED = 20_261_128
 

@@ -25,14 +25,14 @@ from unisono.proof.diagnoses import predictions
 from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, trace_folder
-from unisono.proof.scripts.rank_facts import ScriptTrace
-from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
+from unisono.proof.scripts.judging.script_remedies import reword
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
+from unisono.proof.scripts.recording.script_process import GONE, ScriptRun
 from unisono.proof.scripts.replay.rows_read import ROWS
-from unisono.proof.scripts.script_arguments import name_run
-from unisono.proof.scripts.script_process import GONE, ScriptRun
-from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.scripts.start.gpu_need import name_kernels
 from unisono.proof.scripts.start.launch_variables import launch_variables, wants_fabric
+from unisono.proof.scripts.start.script_arguments import name_run
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
@@ -221,7 +221,7 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrac
     own = replace(run, trace=trace.name, perturbed=case.perturbed)
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
-        module, world = "unisono.proof.scripts.script_process", case.world_size
+        module, world = "unisono.proof.scripts.recording.script_process", case.world_size
         with launch_variables(world, run.variables, by_fabric=run.by_fabric):
             local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
     except local_processes.WorkerError as error:

@@ -21,20 +21,26 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from unisono.engines.torch import sharded_tensors
-from unisono.engines.torch.guards import replicas
 from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
-from unisono.proof.scripts import model_facts
-from unisono.proof.scripts.model_facts import by_plain_name
-from unisono.proof.scripts.owned_state import find_pieces, gather_owned
-from unisono.proof.scripts.parameter_changes import ParameterChanges
-from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, fill_reports, reduced_moment, write_rank_facts
-from unisono.proof.scripts.record_group import build_group
+from unisono.proof.scripts.recording import model_facts
+from unisono.proof.scripts.recording.model_facts import by_plain_name
+from unisono.proof.scripts.recording.owned_state import find_pieces, gather_owned
+from unisono.proof.scripts.recording.parameter_changes import ParameterChanges
+from unisono.proof.scripts.recording.rank_facts import (
+    RankFacts,
+    buffers_moment,
+    fill_reports,
+    reduced_moment,
+    write_rank_facts,
+)
+from unisono.proof.scripts.recording.record_group import build_group, find_differing
 from unisono.proof.scripts.start.empty_memory import find_uninitialised
 from unisono.runtime import rng
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 
@@ -101,7 +107,8 @@ class Records:
                 "FullyShardedDataParallel keeps parameters in flat pieces that cannot be recorded; shard the model "
                 "with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        self._group = build_group(world)
+        place = ProcessInfo(world.rank, world.size, world.local_rank, world.size, "unisono")
+        self._group = build_group(place, world.timeout)
         self._facts = RunFacts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
         self._ranks: list[list[RankFacts]] = []  # of every step
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
@@ -199,6 +206,9 @@ class Records:
         self._facts.random |= any(rank["random"] for rank in ranks)
         clean = [rank["clean"] for rank in ranks]
         state, pieces = self._read_state()
+        averages = {} if self._ema is None else by_plain_name(self._ema.named_parameters())
+        copies = {**self._parameters(), **{name: value for name, value in state.items() if name not in pieces}}
+        copies |= {f"ema/{name}": value for name, value in averages.items()}
         self._facts.steps.append(
             StepFacts(
                 rows=sorted(row for rank in ranks for row in rank["rows"]),
@@ -209,7 +219,7 @@ class Records:
                 lr=[rank["lr"] for rank in ranks],
                 metrics=[rank["metrics"] for rank in ranks if rank["metrics"] is not None],
                 clean=None if None in clean else all(clean),
-                replicas=self._differing_replicas({n: v for n, v in state.items() if n not in pieces}),
+                replicas=find_differing(self._group, copies),
             )
         )
         number = self.steps - 1
@@ -218,7 +228,7 @@ class Records:
         owned = gather_owned(self._group, self._world.rank, self._world.folder, number, state, pieces)
         self._write("optimizer state", number, state, owned)
         if self._ema is not None:
-            self._write("EMA", number, by_plain_name(self._ema.named_parameters()))
+            self._write("EMA", number, averages)
         self._rates = self._norm = self._clean = None
         self.seen, self._inputs = RankFacts(), 0
 
@@ -432,21 +442,3 @@ class Records:
         if self._world.rank == 0:
             write_tensors(self._world.folder, moment, step, {**whole, **(others or {})})
         return whole
-
-    def _differing_replicas(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Parameters, this state and averages, of which some ranks hold the same piece with other bits."""
-        averages = () if self._ema is None else ((f"ema/{name}", value) for name, value in self._ema.named_parameters())
-        copies = by_plain_name([*self._model.named_parameters(), *state.items(), *averages])
-        mine = {name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in copies.items()}
-        everyone = self._group.gather(mine, "the digests of replicas")
-        result = []
-        for name in dict.fromkeys(name for rank in everyone for name in rank):
-            pieces: dict[str, dict[int | None, list[int]]] = {}  # ranks by what they hold of each piece
-            for rank, held in enumerate(everyone):
-                shape, offset, digest = held.get(name, [None, None, None])
-                pieces.setdefault(f"{shape} at {offset}", {}).setdefault(digest, []).append(rank)
-            for sides in pieces.values():
-                if len(sides) > 1:
-                    result.append(f"'{name}' is not the same on ranks {' and '.join(map(str, sides.values()))}")
-                    break
-        return result

@@ -18,7 +18,7 @@ from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
-from unisono.proof.scripts.gradient_sums import (
+from unisono.proof.scripts.judging.gradient_sums import (
     ROUNDING,
     describe_changed,
     explain_reduction,
@@ -27,7 +27,8 @@ from unisono.proof.scripts.gradient_sums import (
     find_unequal,
     is_left_alone,
 )
-from unisono.proof.scripts.rank_facts import (
+from unisono.proof.scripts.judging.script_remedies import SHARD_THE_ROOT, STEP_LATER
+from unisono.proof.scripts.recording.rank_facts import (
     RankFacts,
     ScriptTrace,
     buffers_moment,
@@ -35,7 +36,6 @@ from unisono.proof.scripts.rank_facts import (
     have_same_inputs,
     reduced_moment,
 )
-from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 

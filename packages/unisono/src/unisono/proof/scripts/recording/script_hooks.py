@@ -22,15 +22,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from unisono.proof.scripts.model_facts import find_living, held_parameters
-from unisono.proof.scripts.rank_progress import RankProgress
-from unisono.proof.scripts.record_group import TrainsAloneError, has_joined
+from unisono.proof.scripts.recording.model_facts import find_living, held_parameters
+from unisono.proof.scripts.recording.rank_progress import RankProgress
+from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
+from unisono.proof.scripts.recording.rows_seen import FetchedRows, digest_rows
+from unisono.proof.scripts.recording.script_recorder import Records, World
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replayed_run import ReplayedRun
 from unisono.proof.scripts.replay.row_exchange import RowExchange, RowKeeper
-from unisono.proof.scripts.rows_seen import FetchedRows, digest_rows
-from unisono.proof.scripts.script_recorder import Records, World
 from unisono.proof.scripts.start.seeds import Seeds
 from unisono.runtime.errors import ConfigError
 
@@ -214,7 +214,7 @@ class ScriptWatch:
         self._updates += 1
         if self._updates > 1 or self.is_over():
             return None
-        if not has_joined(self._world):
+        if not has_joined(self._world.size):
             raise TrainsAloneError(
                 f"rank {self._world.rank} makes its first update, and the script has not joined its "
                 f"{self._world.size} processes: each trains alone"
@@ -303,7 +303,7 @@ class ScriptWatch:
             return original(module, *args, **named)
         with self._loss_inputs.paused():
             if self.records is None:
-                if self._is_trained(module) and has_joined(self._world):  # a script may join after a trial
+                if self._is_trained(module) and has_joined(self._world.size):  # a script may join after a trial
                     self._begin(self._living_optimizers())
             elif id(module) not in self._members:
                 self._follow_new(module)

@@ -21,12 +21,12 @@ from unisono.engines.torch.numerics import precision
 from unisono.launch import cluster
 from unisono.launch.processes import rank_process
 from unisono.proof.hangs import HangWatch
-from unisono.proof.scripts import script_hooks
-from unisono.proof.scripts.dropout_off import without_dropout
+from unisono.proof.scripts.recording import script_hooks
+from unisono.proof.scripts.recording.script_recorder import Records, World
 from unisono.proof.scripts.replay.replayed_run import ReplayedRun
 from unisono.proof.scripts.replay.row_exchange import How
-from unisono.proof.scripts.script_recorder import Records, World
 from unisono.proof.scripts.start.cuda_on_cpu import cuda_on_cpu
+from unisono.proof.scripts.start.dropout_off import without_dropout
 from unisono.proof.scripts.start.empty_memory import filled_memory
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file

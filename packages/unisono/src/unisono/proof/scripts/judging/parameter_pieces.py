@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.proof.comparison import ComparedQuantity
-from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.runtime.text import join_names
 
 

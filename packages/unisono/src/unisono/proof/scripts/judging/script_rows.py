@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, find_conclusive_steps, have_same_inputs
-from unisono.proof.scripts.self_check import computes_in_parts
+from unisono.proof.scripts.judging.self_check import computes_in_parts
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, find_conclusive_steps, have_same_inputs
 
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
 _UNSEEN = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"

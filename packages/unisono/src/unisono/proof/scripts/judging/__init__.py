@@ -1,0 +1,1 @@
+"""What the runs of a script show: each by itself, and held against that on one process."""
