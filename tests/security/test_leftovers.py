@@ -42,7 +42,7 @@ def test_a_fault_is_armed_by_the_command_alone(monkeypatch: pytest.MonkeyPatch) 
     assert fault_injection._read_request() == SPEC
     told = json.loads(os.environ[fault_injection.VARIABLE])
     for change in ({"born": "1"}, {"pid": 2**22 + 1}, {"machine": "another"}):
-        left = {**told, "asked_by": {**identity.own_identity(), **change}}
+        left = {**told, "requested_by": {**identity.own_identity(), **change}}
         monkeypatch.setenv(fault_injection.VARIABLE, json.dumps(left))
         assert fault_injection._read_request() is None, change
     fault_injection.arm(None)

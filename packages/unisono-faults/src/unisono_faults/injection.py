@@ -78,14 +78,14 @@ def arm(text: str | None) -> None:
     os.environ.pop(VARIABLE, None)
     if text is not None:
         parse_faults(text)
-        os.environ[VARIABLE] = json.dumps({"asked_by": identity.own_identity(), "faults": text})
+        os.environ[VARIABLE] = json.dumps({"requested_by": identity.own_identity(), "faults": text})
 
 
 def _read_request() -> str | None:
     """Return the faults requested by a process of this machine that is still alive."""
     with suppress(ValueError, KeyError, TypeError):
         request = json.loads(os.environ.get(VARIABLE, ""))
-        if identity.is_alive(request["asked_by"]):
+        if identity.is_alive(request["requested_by"]):
             return str(request["faults"])
     return None
 

@@ -15,16 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from unisono.supervise import processes
 from unisono_faults import task_fault
 from unisono_faults.rank_server import RankProcesses, RankServer
-
-if TYPE_CHECKING:
-    from unisono_faults.matrix import Sandbox
 
 RUN = "a"
 TASK = "faulty.py"  # the task's file in the folder of a job
@@ -242,13 +239,6 @@ def last_step(run: Path) -> int:
                 if "loss" in event and not event.get("eval"):
                     steps.append(event["step"])
     return max(steps)
-
-
-def train_to_end(sandbox: Sandbox, *words: str) -> Path:
-    """Train a run to its end; return its newest checkpoint."""
-    done = sandbox.run(*words)
-    assert done.code == 0, done.output[-2000:]
-    return sorted((done.run / "checkpoints").glob("step-*"))[-1]
 
 
 def rewrite_manifest(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

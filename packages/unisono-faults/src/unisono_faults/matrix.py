@@ -167,6 +167,12 @@ class Sandbox:
         with self.job(*words, **options) as run:
             return run.finish()
 
+    def train_to_end(self, *words: str) -> Path:
+        """Train a run to its end; return its newest checkpoint."""
+        done = self.run(*words)
+        assert done.code == 0, done.output[-2000:]
+        return sorted((done.run / "checkpoints").glob("step-*"))[-1]
+
     def run_verb(self, *words: str, answers: bool = False) -> JobResult:
         """Run another verb to its end; with `answers` a pipe answers yes to every question."""
         command = job.verb_command(*words)

@@ -27,6 +27,6 @@ def _plan(parsed: argparse.Namespace) -> int:
     from unisono_plan.plan import PlanSettings, make_plan
     from unisono_plan.report import describe
 
-    settings = arguments.parse_own_settings(parsed, PlanSettings)
+    settings = arguments.parse_settings(parsed, PlanSettings)
     say("\n".join(describe(make_plan(arguments.load_config(parsed), settings), terminal_width())))
     return 0

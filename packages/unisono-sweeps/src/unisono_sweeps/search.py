@@ -18,7 +18,7 @@ import yaml
 
 from unisono.cli import elsewhere
 from unisono.config.compose import Composer
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings, split_words
 from unisono.launch.launcher import Ended, Hosts, Job, Launcher, describe_job
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say
@@ -185,11 +185,11 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
         UnisonoError: for settings that do not fit, before the first trial.
     """
     optuna = import_optuna()
-    own, rest = split_words(words, SearchSettings)
-    settings = validate_words(own, SearchSettings)
+    settings, rest = parse_settings(words, SearchSettings)
     launcher, rest = elsewhere.read_launcher(settings.launcher, rest)
     # What only writes a pod cannot see how trials end: the search itself is written, which runs them there as here.
-    there, rest = ({}, rest) if launcher.waits else split_words(rest, LocalLauncher.Settings)
+    if not launcher.waits:
+        there, rest = parse_settings(rest, LocalLauncher.Settings)
     composer = Composer(recipe, config_dir)
     space = read_space(rest, composer)
     propose = _propose_from_file(settings.space) if settings.space is not None else None
@@ -207,8 +207,7 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
 
     search = _Search(settings, None, recipe, config_dir, composer, fixed, propose_words, folder, launcher.hosts())
     if not launcher.waits:
-        inner = validate_words(there, LocalLauncher.Settings)
-        return _write_search(search, launcher, inner.jobs, _drop_words(words, launcher))
+        return _write_search(search, launcher, there.jobs, _drop_words(words, launcher))
     folder.mkdir(parents=True, exist_ok=True)
     study = open_study(folder, settings)
     refuse_other_search(study, folder, settings, recipe, fixed, space)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unisono.cli import elsewhere
 from unisono.config.compose import Composer
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings
 from unisono.config.schema.run import Run
 from unisono.launch import run_directory
 from unisono.launch.launcher import Ended, Job, Launcher, describe_job
@@ -52,8 +52,7 @@ def read_words(words: Sequence[str]) -> tuple[SweepSettings, Launcher, list[str]
     Raises:
         ConfigError: for a setting that does not fit, or a launcher that is not installed.
     """
-    own, rest = split_words(words, SweepSettings)
-    settings = validate_words(own, SweepSettings)
+    settings, rest = parse_settings(words, SweepSettings)
     launcher, rest = elsewhere.read_launcher(settings.launcher, rest)
     return settings, launcher, rest
 

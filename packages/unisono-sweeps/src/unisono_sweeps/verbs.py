@@ -66,11 +66,11 @@ def _search(parsed: argparse.Namespace) -> int:
 def _compare(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from unisono.config.key_values import split_words, validate_words
+    from unisono.config.key_values import parse_settings
     from unisono_sweeps.compare.verb import CompareSettings, compare
 
-    own, paths = split_words(parsed.paths, CompareSettings)
-    compare([Path(path) for path in paths], validate_words(own, CompareSettings))
+    settings, paths = parse_settings(parsed.paths, CompareSettings)
+    compare([Path(path) for path in paths], settings)
     return 0
 
 

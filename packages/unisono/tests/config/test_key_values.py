@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings
 from unisono.config.schema.verbs import Export
 from unisono.proof.cases import ProofSettings
 from unisono.proof.scripts.script_proof import ScriptSettings
@@ -13,9 +13,9 @@ from unisono.runtime.errors import ConfigError
 
 def test_settings_of_a_command_are_told_from_those_of_the_run() -> None:
     words = ["layouts=[ddp:2,hsdp:2x2]", "optim.lr=1", "steps=4", "train.steps=9", "vary=[]"]
-    own, rest = split_words(words, ProofSettings)
+    settings, rest = parse_settings(words, ProofSettings)
     assert rest == ["optim.lr=1", "train.steps=9"]
-    given = validate_words(own, ProofSettings).model_dump(exclude_unset=True)
+    given = settings.model_dump(exclude_unset=True)
     assert given == {"layouts": ["ddp:2", "hsdp:2x2"], "steps": 4, "vary": []}
 
 
@@ -29,15 +29,15 @@ def test_settings_of_a_command_are_told_from_those_of_the_run() -> None:
 def test_a_text_is_taken_as_it_stands_where_it_fits(
     words: dict[str, str], kind: type, given: dict[str, object]
 ) -> None:
-    settings = validate_words(words, kind)
+    settings, _ = parse_settings([f"{key}={text}" for key, text in words.items()], kind)
     assert {name: getattr(settings, name) if name != "out" else str(settings.out) for name in words} == given
 
 
 def test_all_words_that_do_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"'layouts=\[ddp:2' cannot be parsed"):
-        validate_words({"layouts": "[ddp:2"}, ProofSettings)
+        parse_settings(["layouts=[ddp:2"], ProofSettings)
     with pytest.raises(ConfigError) as caught:
-        validate_words({"steps": "one", "global_batch": "0"}, ProofSettings)
+        parse_settings(["steps=one", "global_batch=0"], ProofSettings)
     assert str(caught.value) == (
         "steps: input should be a valid integer, unable to parse string as an integer, got 'one'; "
         "global_batch: input should be greater than 0, got 0"

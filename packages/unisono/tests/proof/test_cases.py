@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from packages.unisono.tests.runs import configuration
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings
 from unisono.launch.processes.exit_report import WorkerError
 from unisono.proof.case_process import Progress, Work
 from unisono.proof.cases import QUICK, Case, ProofSettings, Variation, build_cases, parse_layout
@@ -130,9 +130,9 @@ def test_an_evaluation_is_repeated_by_the_plain_layouts_of_the_first_precision()
 
 
 def test_a_quick_proof_has_the_plain_layouts_alone() -> None:
-    own, rest = split_words([*QUICK, "steps=4"], ProofSettings)
-    assert rest == [] and own["steps"] == "4", "what is said counts"
-    every = build_cases(validate_words(own, ProofSettings), configuration(train={"precision": "fp32"}))
+    settings, rest = parse_settings([*QUICK, "steps=4"], ProofSettings)
+    assert rest == [] and settings.steps == 4, "what is said counts"
+    every = build_cases(settings, configuration(train={"precision": "fp32"}))
     names = ["single m4 fp64", "single m4 perturbed fp64", "ddp:2 m4 fp64", "fsdp:2 m4 fp64"]
     assert [case.name for case in every] == names
 

@@ -15,7 +15,7 @@ from packages.unisono.tests import configs
 from packages.unisono.tests.launch import jobs
 from unisono.cli import main
 from unisono.config import code_digest
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
 from unisono.launch import layout, preflight, resolve, run_directory
@@ -302,8 +302,8 @@ def test_what_no_case_covers_is_named_and_the_proposed_proof_covers_it(
 
 def certify_by(command: str) -> None:
     """The certificate of a command, had all its cases passed."""
-    own, rest = split_words(shlex.split(command)[3:], ProofSettings)
-    given = validate_words(own, ProofSettings).model_dump(exclude_unset=True)
+    settings, rest = parse_settings(shlex.split(command)[3:], ProofSettings)
+    given = settings.model_dump(exclude_unset=True)
     certify(*(word for word in rest if word not in TWO), name="again", **given)
 
 

@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.proof.comparison import (
-    ComparedQuantity,
-    Difference,
-    check_invariants,
-    compare_traces,
-    first_failure,
-    relative_distances,
-)
+from unisono.proof.comparison import ComparedQuantity, Difference, compare_traces, first_failure, relative_distances
+from unisono.proof.invariants import check_invariants
 from unisono.proof.recording.trace import (
     INITIAL_BUFFERS,
     QUANTITIES,

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from packages.unisono.tests import processes
-from unisono.proof import Records, World, comparison
+from unisono.proof import Records, World, invariants
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
@@ -225,7 +225,7 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_told_by_the_shapes_of_
     update(model, optimizer, records)
     trace = end(records, tmp_path)
     assert bool(trace.facts.replaced) == same
-    failed = [one for one in comparison.check_invariants(trace) if one.mark == "FAIL"]
+    failed = [one for one in invariants.check_invariants(trace) if one.mark == "FAIL"]
     found = diagnosis.diagnose(trace, trace, failed, 1)
     assert found is not None
     assert found.fault == ("The optimizer was built before wrapping" if same else "There is no gradient")
@@ -464,7 +464,7 @@ def test_a_teacher_inside_of_a_model_is_not_trained_and_a_body_that_no_optimizer
     trace = end(records, tmp_path)
     assert trace.facts.frozen == ["teacher.bias"]
     assert trace.facts.untrained == ["body.weight", "body.bias"]
-    marks = {c.quantity: c.mark for c in comparison.check_invariants(trace)}
+    marks = {c.quantity: c.mark for c in invariants.check_invariants(trace)}
     assert marks["frozen parameters did not move"] == "PASS"
     assert marks["trained parameters moved"] == "ABSTAIN"
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.proof.comparison import NEIGHBOURS, ComparedQuantity, Difference
+from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import build_diagnosis
+from unisono.proof.invariants import NEIGHBOURS
 from unisono.proof.report import format_outcome, format_verdicts
 from unisono.proof.verdict import Verdict, exit_code
 from unisono.runtime.fault_names import FaultName

@@ -39,7 +39,7 @@ def _write_evil_task(folder: Path, touched: Path) -> Path:
 def _restored_code(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
     url = f"checkpoint.upload.url=file://{sandbox.folder}/store"
-    newest = job.train_to_end(sandbox, url)
+    newest = sandbox.train_to_end(url)
     run, store = newest.parents[1], sandbox.folder / "store" / job.RUN
     evil = _write_evil_task(run, touched)
     values = yaml.safe_load((run / CONFIG_FILE).read_text()) | {"recipe": f"{evil}:Small"}
@@ -59,7 +59,7 @@ def _restored_code(sandbox: Sandbox) -> Outcome:
 @scenario("S7b", "evaluate, replay and data audit of a run that brings its own Python file")
 def _foreign_run(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
-    run = job.train_to_end(sandbox).parents[1]
+    run = sandbox.train_to_end().parents[1]
     evil = _write_evil_task(run, touched)
     values = yaml.safe_load((run / CONFIG_FILE).read_text()) | {"recipe": f"{evil}:Small"}
     (run / CONFIG_FILE).write_text(yaml.safe_dump(values))
@@ -81,7 +81,7 @@ def _auto_map(sandbox: Sandbox) -> Outcome:
     except ModuleNotFoundError:
         raise AbstainError("needs transformers: pip install 'unisono[language]'") from None
     outcome, touched = Outcome(), sandbox.folder / "touched"
-    run = job.train_to_end(sandbox).parents[1]
+    run = sandbox.train_to_end().parents[1]
     _write_evil_task(run, touched)
     code = {"AutoConfig": "evil.Small", "AutoModelForCausalLM": "evil.Small"}
     (run / "assets" / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
@@ -163,7 +163,7 @@ def _try_to_escape(sandbox: Sandbox, weights: Path, *, enter: bool) -> tuple[lis
 @scenario("S11", "a configuration with exponential references, and a 9 GB manifest")
 def _bombs(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    newest = job.train_to_end(sandbox)
+    newest = sandbox.train_to_end()
     lines = [f"v{level}: ${{v{level + 1}}}${{v{level + 1}}}" for level in range(30)]
     (sandbox.folder / "mine.yaml").write_text("\n".join(["defaults: [language, _self_]", *lines, "v30: x"]))
     began = time.monotonic()
@@ -180,7 +180,7 @@ def _bombs(sandbox: Sandbox) -> Outcome:
 @scenario("S12", "a run asset changed after its checkpoint was written")
 def _changed_asset(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    newest = job.train_to_end(sandbox)
+    newest = sandbox.train_to_end()
     asset = newest.parents[1] / "assets" / "config.json"
     asset.write_text("{}")
     for verb in ("evaluate", "predict", "export"):
@@ -197,7 +197,7 @@ def _changed_asset(sandbox: Sandbox) -> Outcome:
 )
 def _paths_elsewhere(sandbox: Sandbox) -> Outcome:
     outcome, folder = Outcome(), sandbox.folder / "theirs"
-    newest = job.train_to_end(sandbox)
+    newest = sandbox.train_to_end()
     run, out = newest.parents[1], sandbox.folder / "exported"
     secret = sandbox.folder / "id_rsa"
     secret.write_text("PRIVATE KEY")
@@ -251,7 +251,7 @@ def _write_description(store: Path, files: Mapping[str, bytes]) -> None:
 def _moved_checkpoint(sandbox: Sandbox) -> Outcome:
     words = ("checkpoint.keep=1",)
     before, outcome = sandbox.reference_digests(*words), Outcome()
-    newest = job.train_to_end(sandbox, *words, "run.stop_after=6")
+    newest = sandbox.train_to_end(*words, "run.stop_after=6")
     archive = sandbox.folder / "archive"
     newest.rename(archive)
     newest.symlink_to(archive)

@@ -41,7 +41,7 @@ def _payload(sandbox: Sandbox) -> Outcome:
     pickle.loads(pickle.dumps(_Payload(touched)))
     assert touched.exists(), "the payload does nothing"
     touched.unlink()
-    newest = job.train_to_end(sandbox)
+    newest = sandbox.train_to_end()
     for file in sorted(newest.iterdir()):
         content = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
@@ -54,7 +54,7 @@ def _payload(sandbox: Sandbox) -> Outcome:
 @scenario("S2", "a manifest with names outside its folder")
 def _escape(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    newest = job.train_to_end(sandbox)
+    newest = sandbox.train_to_end()
     secret = sandbox.folder / "secret.safetensors"
     shard = next(newest.glob("*.safetensors"))
     shutil.copy(shard, secret)
@@ -69,7 +69,7 @@ def _escape(sandbox: Sandbox) -> Outcome:
 @scenario("S3", "a checkpoint with a symlink out of its folder")
 def _link(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    newest = job.train_to_end(sandbox)
+    newest = sandbox.train_to_end()
     shard = next(newest.glob("*.safetensors"))
     elsewhere = sandbox.folder / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)

@@ -84,7 +84,7 @@ def _library(sandbox: Sandbox) -> Outcome:
 
 @scenario("E38", "resumed on different data")
 def _data(sandbox: Sandbox) -> Outcome:
-    job.train_to_end(sandbox)
+    sandbox.train_to_end()
     done = sandbox.run("task.rows=41", "train.steps=20", "run.allow_change=[task.rows,train.steps]")
     return _check_refused([done], "rows")
 
@@ -119,7 +119,7 @@ def _another_world(sandbox: Sandbox) -> Outcome:
 
 @scenario("E40", "resumed with a different learning rate")
 def _changed_setting(sandbox: Sandbox) -> Outcome:
-    job.train_to_end(sandbox)
+    sandbox.train_to_end()
     outcome = _check_refused([sandbox.run("optim.lr=2e-2", "train.steps=14")], "optim.lr", "allow_change")
     done = sandbox.run("optim.lr=2e-2", "train.steps=14", "run.allow_change=[optim.lr,train.steps]")
     outcome.expect(done, 0, name="the allowed run")
@@ -129,7 +129,7 @@ def _changed_setting(sandbox: Sandbox) -> Outcome:
 
 @scenario("E41", "a checkpoint in another format, or with a missing or extra array")
 def _another_format(sandbox: Sandbox) -> Outcome:
-    outcome, newest = Outcome(), job.train_to_end(sandbox)
+    outcome, newest = Outcome(), sandbox.train_to_end()
     text = (newest / "manifest.json").read_text()
     less, more = "optimizer/0.bias/exp_avg", "model/new"
     changes: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

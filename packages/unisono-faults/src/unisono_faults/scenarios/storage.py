@@ -137,7 +137,7 @@ def _run_damaged(sandbox: Sandbox, damage: Damage) -> Outcome:
     outcome = Outcome()
     words = ("train.steps=6",)
     before = sandbox.reference_digests(*words)
-    newest = job.train_to_end(sandbox, *words)
+    newest = sandbox.train_to_end(*words)
     run, backup = newest.parents[1], sandbox.folder / "backup"
     older = sorted(newest.parent.glob("step-*"))[-2]
     shutil.copytree(run, backup)
@@ -207,7 +207,7 @@ def _missing_shard(sandbox: Sandbox) -> Outcome:
 @scenario("C27", "the newest checkpoint is damaged: the run falls back to the previous one, with a warning")
 def _falls_back(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    shard = sorted(job.train_to_end(sandbox).glob("*.safetensors"))[0]
+    shard = sorted(sandbox.train_to_end().glob("*.safetensors"))[0]
     content = bytearray(shard.read_bytes())
     content[-2] ^= 1
     shard.write_bytes(content)

@@ -55,20 +55,13 @@ def recipe_words(parsed: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def parse_own_settings(parsed: argparse.Namespace, kind: Any) -> Any:
-    """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
-    from unisono.config.key_values import split_words, validate_words
-
-    words, parsed.overrides = split_words(parsed.overrides, kind)
-    return validate_words(words, kind)
-
-
 def parse_settings(parsed: argparse.Namespace, kind: Any) -> Any:
-    """The verb's own settings where there is no recipe; words that are left over are refused."""
+    """The verb's own settings among the words; the others are the recipe's, and refused where there is none."""
+    from unisono.config import key_values
     from unisono.runtime.errors import ConfigError, nearest
 
-    words = parse_own_settings(parsed, kind)
-    if parsed.overrides:
+    settings, parsed.overrides = key_values.parse_settings(parsed.overrides, kind)
+    if parsed.overrides and not hasattr(parsed, "recipe"):
         name = parsed.overrides[0].split("=")[0]
         raise ConfigError(f"unknown word '{parsed.overrides[0]}', {nearest(name, kind.model_fields)}")
-    return words
+    return settings

@@ -90,7 +90,7 @@ def find_rate(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import FindLr
     from unisono.launch.find_lr import find_lr
 
-    settings = arguments.parse_own_settings(parsed, FindLr)
+    settings = arguments.parse_settings(parsed, FindLr)
     config = arguments.load_config(parsed)
     found = find_lr(config, settings, parsed.composed.origins)
     say("\n".join(found.lines()))

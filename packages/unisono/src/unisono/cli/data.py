@@ -78,7 +78,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     from unisono.runtime.files import make_private
     from unisono.task_config import build_task
 
-    own = arguments.parse_own_settings(parsed, Prepare)
+    own = arguments.parse_settings(parsed, Prepare)
     share = Partition.parse(own.shard)
     config = arguments.load_config(parsed)
     made_ahead = find_preparations(build_task(config))
@@ -131,7 +131,7 @@ def _preview(parsed: argparse.Namespace) -> int:
     from unisono.launch import layout
     from unisono.task_config import build_task
 
-    own = arguments.parse_own_settings(parsed, Preview)
+    own = arguments.parse_settings(parsed, Preview)
     config = layout.resolve_layout(arguments.load_config(parsed), None)
     assert isinstance(config.layout.world_size, int)
     task = build_task(config)

@@ -47,12 +47,12 @@ def read_launcher(name: str, words: Sequence[str]) -> tuple[Launcher, list[str]]
     Raises:
         ConfigError: If no installed package has it, or a setting does not fit.
     """
-    from unisono.config.key_values import split_words, validate_words
+    from unisono.config.key_values import parse_settings
     from unisono.launch.launcher import find_launcher
 
     kind = find_launcher(name)
-    own, rest = split_words(words, kind.Settings)
-    launcher: Launcher = kind(validate_words(own, kind.Settings))
+    settings, rest = parse_settings(words, kind.Settings)
+    launcher: Launcher = kind(settings)
     return launcher, rest
 
 
@@ -134,7 +134,7 @@ def _count_processes(parsed: argparse.Namespace) -> int:
         from unisono.proof.cases import QUICK
 
         parsed.overrides = [*QUICK, *parsed.overrides]
-    proof = arguments.parse_own_settings(parsed, ProofSettings)
+    proof = arguments.parse_settings(parsed, ProofSettings)
     arguments.load_config(parsed)
     return 1 if proof.engines else max((parse_layout(layout)[0] for layout in proof.layouts), default=1)
 
@@ -146,7 +146,7 @@ def _preparation(parsed: argparse.Namespace, name: str, command: Sequence[str], 
     from unisono.data.prepare.partitions import Partition
     from unisono.launch.launcher import Job
 
-    own = arguments.parse_own_settings(parsed, Prepare)
+    own = arguments.parse_settings(parsed, Prepare)
     Partition.parse(own.shard)
     arguments.load_config(parsed)
     parts = "leave nodes= out, and start parts as jobs of their own: shard=1/2, shard=2/2, and then unisono data merge"

@@ -320,7 +320,7 @@ def _prove(parsed: argparse.Namespace) -> int:
 
     if parsed.quick:
         parsed.overrides = [*QUICK, *parsed.overrides]
-    proof = arguments.parse_own_settings(parsed, ProofSettings)
+    proof = arguments.parse_settings(parsed, ProofSettings)
     with user_errors.raise_as_sentences():
         configured = arguments.load_config(parsed)
         config = run_directory.with_name(configured)

@@ -68,7 +68,7 @@ def count_processes(words: Sequence[str]) -> int:
 
 def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSettings]:
     """The script, its arguments, and the settings of the proof."""
-    from unisono.proof.scripts.script_proof import parse_settings
+    from unisono.proof.scripts.script_proof import read_words
 
     names: list[str] = []
     with suppress(OSError, SyntaxError, ValueError):
@@ -85,7 +85,7 @@ def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSett
     if end < begin:
         raise ConfigError("-m stands without a module: unisono prove -m package.train worlds=[1,2] -- its arguments")
     target = " ".join(words[:2]) if words[0] == "-m" else Path(words[0])
-    return target, list(words[end + 1 :]), parse_settings(words[begin:end])
+    return target, list(words[end + 1 :]), read_words(words[begin:end])
 
 
 def _asks_for_script(words: Sequence[str]) -> bool | None:

@@ -11,31 +11,44 @@ from typing import Any
 from unisono.runtime.errors import ConfigError
 
 
-def split_words(words: Sequence[str], kind: Any) -> tuple[dict[str, str], list[str]]:
-    """The words that are settings of a kind, by key, and the others.
+def parse_settings(words: Sequence[str], kind: Any) -> tuple[Any, list[str]]:
+    """The settings of a kind that stand among words, and the other words.
 
-    >>> from unisono.config.schema.verbs import Preview
-    >>> split_words(["count=3", "data.path=x.csv"], Preview)
-    ({'count': '3'}, ['data.path=x.csv'])
-    """
-    own = {
-        key: text for key, sign, text in (word.partition("=") for word in words) if sign and key in kind.model_fields
-    }
-    return own, [word for word in words if word.partition("=")[0] not in own]
-
-
-def validate_words(words: Mapping[str, str], kind: Any) -> Any:
-    """The settings of a kind that words give.
-
-    A text that does not fit as it stands is read in Hydra's grammar, as settings of a run are: a list, or `null`.
+    A text that does not fit as it stands is read in Hydra's grammar, as settings of a run are: a list, or `null`. What
+    a setting holds by name (`env`) has a word for each: `env.NAME=VALUE`.
 
     Args:
-        words: by key.
+        words: of a command.
         kind: a subclass of `Settings`.
 
     Raises:
         ConfigError: naming each word that does not fit.
+
+    >>> from unisono.config.schema.verbs import Preview
+    >>> parse_settings(["count=3", "data.path=x.csv"], Preview)
+    (Preview(position=0, count=3, world_size=None), ['data.path=x.csv'])
     """
+    own, rest = split_words(words, kind)
+    return _validate(own, kind), rest
+
+
+def split_words(words: Sequence[str], kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """The words that are settings of a kind, by key, and the others; none is looked at more closely."""
+    own: dict[str, Any] = {}
+    rest = []
+    for word in words:
+        key, sign, text = word.partition("=")
+        above, dot, name = key.partition(".")
+        if sign and key in kind.model_fields:
+            own[key] = text
+        elif sign and dot and above in kind.model_fields and kind.model_fields[above].annotation == dict[str, str]:
+            own.setdefault(above, {})[name] = text
+        else:
+            rest.append(word)
+    return own, rest
+
+
+def _validate(words: Mapping[str, Any], kind: Any) -> Any:
     from pydantic import ValidationError
 
     try:

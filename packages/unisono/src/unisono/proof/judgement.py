@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, engines
+from unisono.proof import comparison, engines, invariants
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace
@@ -126,7 +126,7 @@ class _Proof:
     def failed_invariants(self, name: str) -> set[str]:
         """What the run of a case fails on by itself."""
         if name not in self._failed:
-            found = comparison.check_invariants(self.traces[name])
+            found = invariants.check_invariants(self.traces[name])
             self._failed[name] = {one.quantity for one in found if one.mark == "FAIL"}
         return self._failed[name]
 
@@ -144,20 +144,20 @@ def _judge_case(case: Case, proof: _Proof) -> Verdict:
     if why := reason_to_abstain(case, mine, reference, first):
         found.compared = [_abstain(why)]
         if mine.facts.unstable_forward and not first.facts.unrepeatable:  # which the reference did not show, by chance
-            found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity in comparison.REPEATED]
+            found.invariants = [c for c in invariants.check_invariants(mine) if c.quantity in invariants.REPEATED]
             found.diagnosis = diagnosis.diagnose(mine, mine, found.invariants, 1)
         return found
     found.fault = mine.facts.fault
     if not found.fault:
-        found.invariants = comparison.check_invariants(mine)
+        found.invariants = invariants.check_invariants(mine)
         if case.weights_from:
             rounding = engines.measure_rounding(case, proof.every, proof.traces)
             found.compared = engines.compared(mine, reference, proof.recipe, rounding)
         else:
             # What the reference fails on by itself is reported of the reference.
             failed = proof.failed_invariants(case.reference)
-            has_none = any(c.quantity == comparison.GRADIENT and c.mark == "FAIL" for c in found.invariants)
-            found.compared = _compare(case, proof, has_none and comparison.GRADIENT in failed)
+            has_none = any(c.quantity == invariants.GRADIENT and c.mark == "FAIL" for c in found.invariants)
+            found.compared = _compare(case, proof, has_none and invariants.GRADIENT in failed)
             found.invariants = [c for c in found.invariants if c.quantity not in failed]
     compared = [*found.compared, *found.invariants]
     found.diagnosis = diagnosis.diagnose(mine, reference, compared, case.world_size, case.starts, first)
@@ -376,14 +376,14 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
     if trace.facts.unrepeatable:
         why = f"it cannot be repeated: {trace.facts.unrepeatable}"
         found.compared = [_abstain(why)]
-        found.invariants = [c for c in comparison.check_invariants(trace) if c.quantity in comparison.REPEATED]
+        found.invariants = [c for c in invariants.check_invariants(trace) if c.quantity in invariants.REPEATED]
         found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
         return found
     found.fault = trace.facts.fault
     if not found.fault:
-        found.invariants = comparison.check_invariants(trace)
+        found.invariants = invariants.check_invariants(trace)
     if case.engine:  # which is compared with another on the same micro-batches
-        found.invariants = [c for c in found.invariants if c.quantity not in comparison.BY_NEIGHBOURS]
+        found.invariants = [c for c in found.invariants if c.quantity not in invariants.BY_NEIGHBOURS]
     if trace.facts.kernels:
         found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
     if "neighbours" in trace.facts.accepted and (said := _describe_neighbours(trace.facts)):

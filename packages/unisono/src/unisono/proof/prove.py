@@ -16,7 +16,7 @@ import yaml
 
 from unisono.config import CONFIG_FILE, code_digest, environment, fingerprint
 from unisono.config.compose import compose
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
 from unisono.launch.layout import threads_per_process
@@ -254,10 +254,10 @@ def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> ProofResult
         proved = unisono.prove(MyTask, ["layouts=[ddp:2]"])
         assert proved.passed, proved
     """
-    own, rest = split_words(words, ProofSettings)
+    settings, rest = parse_settings(words, ProofSettings)
     composed = compose(task if isinstance(task, str) else reference_to(task), rest)
     config = validate_config(composed if isinstance(task, str) else with_engine(composed, task))
-    verdicts, references, _ = prove(config, validate_words(own, ProofSettings))
+    verdicts, references, _ = prove(config, settings)
     return ProofResult(verdicts, references)
 
 

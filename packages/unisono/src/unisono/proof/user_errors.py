@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from unisono.proof.comparison import COLLATED, DOCUMENTS, NEIGHBOURS, PADDING
+from unisono.proof.invariants import COLLATED, DOCUMENTS, NEIGHBOURS, PADDING
 from unisono.runtime.errors import RunError
 from unisono.runtime.source_files import is_user_file
 from unisono.runtime.user_code import format_user_error

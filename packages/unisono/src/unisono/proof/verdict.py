@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unisono.proof.comparison import NEIGHBOURS, ComparedQuantity, Mark, first_failure
+from unisono.proof.comparison import ComparedQuantity, Mark, first_failure
 from unisono.proof.diagnoses.remedies import Diagnosis
+from unisono.proof.invariants import NEIGHBOURS
 
 EXIT_CODES: Mapping[Mark, int] = {"PASS": 0, "FAIL": 1, "ABSTAIN": 2}
 ON_EVERY_LAYOUT = "a comparison that can fail on every layout"

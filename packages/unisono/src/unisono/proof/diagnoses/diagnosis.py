@@ -9,7 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from unisono.proof.comparison import (
+from unisono.proof.comparison import ComparedQuantity, first_failure
+from unisono.proof.diagnoses import gradient_rules, loss_rules, predictions
+from unisono.proof.diagnoses.pattern import Pattern
+from unisono.proof.diagnoses.predictions import stepped_per_process
+from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
+from unisono.proof.invariants import (
     COLLATED,
     DOCUMENTS,
     EQUAL_BUFFERS,
@@ -18,13 +23,7 @@ from unisono.proof.comparison import (
     NEIGHBOURS,
     PADDING,
     SWITCHED,
-    ComparedQuantity,
-    first_failure,
 )
-from unisono.proof.diagnoses import gradient_rules, loss_rules, predictions
-from unisono.proof.diagnoses.pattern import Pattern
-from unisono.proof.diagnoses.predictions import stepped_per_process
-from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.recording.trace import Trace
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from unisono.config.key_values import split_words, validate_words
+from unisono.config.key_values import parse_settings
 from unisono.config.schema import Settings
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
@@ -90,26 +90,30 @@ class ScriptSettings(Settings):
     def _read_switch(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_variables(cls, values: Any) -> Any:
+        env = values.get("env", {}) if isinstance(values, dict) else {}
+        names = [f"env.{name}" for name in env if not name.isidentifier()] if isinstance(env, dict) else ["env"]
+        if names:
+            raise ValueError(f"'{names[0]}=…' names no variable: write env.NAME=VALUE, one word for each")
+        return values
 
-def parse_settings(words: Sequence[str]) -> ScriptSettings:
+
+def read_words(words: Sequence[str]) -> ScriptSettings:
     """The settings that stand as `key=value` on the command line.
 
     Raises:
         ConfigError: for words that are none, and values that do not fit.
     """
-    given = [word for word in words if word.startswith("env.") and "=" in word]
-    variables = dict(word.removeprefix("env.").split("=", 1) for word in given)
-    own, rest = split_words([word for word in words if word not in given], ScriptSettings)
-    unnamed = [f"env.{name}" for name in variables if not name.isidentifier()] + (["env"] if "env" in own else [])
-    if unnamed:
-        raise ConfigError(f"'{unnamed[0]}=…' names no variable: write env.NAME=VALUE, one word for each")
+    settings: ScriptSettings
+    settings, rest = parse_settings(words, ScriptSettings)
     if rest:
         raise ConfigError(
             f"'{rest[0]}' is not a setting of a proof of a script ({', '.join(ScriptSettings.model_fields)}); "
             f"arguments of the script stand after `--`: unisono prove train.py worlds=[1,2] -- {rest[0]}"
         )
-    settings: ScriptSettings = validate_words(own, ScriptSettings)
-    return settings.model_copy(update={"env": variables})
+    return settings
 
 
 def prove_script(

@@ -13,8 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from unisono.proof.comparison import EQUAL_BUFFERS, ComparedQuantity, Difference
+from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
+from unisono.proof.invariants import EQUAL_BUFFERS
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
