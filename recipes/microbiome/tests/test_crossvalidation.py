@@ -109,6 +109,8 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
         ("model.from_run=runs/other", "was trained on groups that some of the folds hold out"),
         ("data.held_out=0", "holds out no group"),
         ("data.held_out=0.0", "holds out no group"),
+        ("eval.patience=3", "each model would be stopped where it is best on the groups that it is then scored on"),
+        ("callbacks=[early_stopping]", "Set train.steps instead, chosen without them"),
     ],
 )
 def test_settings_that_folds_cannot_have_are_refused_before_any_is_trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,21 +24,40 @@ class Pairs(LinearTask):
     cross_sample = "rows"
 
 
+class Rows(list[Any]):
+    """Rows that are longer the later they come."""
+
+    lengths = np.arange(1, 25)
+
+
+class Lengths(LinearTask):
+    """Its source says how long its rows are."""
+
+    def data(self) -> Rows:
+        return Rows(super().data())
+
+
 class BuiltError(Exception):
     """Stands in for an engine, of which only the job matters."""
 
 
-@pytest.mark.parametrize(("task", "passes"), [(LinearTask, 2), (Pairs, 6)])
-def test_a_loss_over_pairs_is_measured_with_the_whole_global_batch(
-    task: type[LinearTask], passes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("task", "balanced", "passes"), [(LinearTask, False, 2), (Pairs, False, 6), (Lengths, False, 2), (Lengths, True, 6)]
+)
+def test_a_step_is_measured_whole_where_its_first_micro_batches_do_not_stand_for_all(
+    task: type[LinearTask], balanced: bool, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim: its outputs are kept for all rows, so two micro-batches would find too large a size."""
+    """The claim: two of them would find too large a size.
+
+    A loss over pairs keeps the outputs of all rows; of micro-batches of equal cost, the last have the most rows.
+    """
 
     def create(job: EngineJob) -> Any:
         raise BuiltError(job.split.passes)
 
     monkeypatch.setattr(probe, "create_engine", create)
-    searched = probe.Probe(task(), configuration(), ProcessInfo(), SingleProcess())
+    data = {"group_by_length": "balanced"} if balanced else {}
+    searched = probe.Probe(task(), configuration(data=data), ProcessInfo(), SingleProcess())
     with pytest.raises(BuiltError) as built:
         searched.peak(2, "resident")
     assert built.value.args == (passes,)

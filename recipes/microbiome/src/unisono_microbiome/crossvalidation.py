@@ -104,6 +104,13 @@ def _check_overrides(overrides: Sequence[str], out: Path) -> None:
             raise ConfigError(
                 f"{word} holds out no group, so there is nothing to score; set the share of a fold, e.g. 0.2 for five"
             )
+        patience = name == "eval.patience" and value not in ("null", "")
+        if patience or (name == "callbacks" and "early_stopping" in value):
+            raise ConfigError(
+                f"{word}: each model would be stopped where it is best on the groups that it is then scored on. Set "
+                "train.steps instead, chosen without them: with a table of other groups, or of the training groups "
+                "alone, `unisono train microbiome … eval.patience=…` finds after how many steps to stop"
+            )
         if name == "model.from_run" and value not in ("null", ""):
             raise ConfigError(
                 f"{word}: that run was trained on groups that some of the folds hold out, so their models would have "
@@ -113,7 +120,7 @@ def _check_overrides(overrides: Sequence[str], out: Path) -> None:
 
 
 def _refuse_unfinished(fold: int, ended: RunResult) -> None:
-    """Refuse to score a fold that a user stopped; one that a callback stopped, such as `eval.patience`, is finished."""
+    """Refuse to score a fold that a user stopped; one that a callback stopped is finished."""
     if ended.is_interrupted:
         raise RunError(
             f"fold-{fold} was stopped after step {ended.step} ({ended.stopped}), so there are no scores yet. The same "

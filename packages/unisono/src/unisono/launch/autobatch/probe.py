@@ -46,19 +46,21 @@ class Probe:
 
         The step has two micro-batches if the run's would have several, since gradients of the first are still there
         during the second, and it is measured with optimizer state. A loss over pairs of rows keeps the outputs of the
-        whole global batch, so a step of such a task is measured whole.
+        whole global batch, and with `data.group_by_length=balanced` the first micro-batches have few long rows and the
+        last ones many short ones, so such a step is measured whole.
         """
         config, world = self._config, self._place.world_size
-        passes = config.train.global_batch // (world * size)
-        if resolve_features(self._task).cross_sample is None:
+        passes, balanced = config.train.global_batch // (world * size), config.data.group_by_length == "balanced"
+        if resolve_features(self._task).cross_sample is None and not balanced:
             passes = min(2, passes)
+        count = max(1, _BATCHES_COMPARED // (min(2, passes) if balanced else passes))
         split = BatchSplit(world * size * passes, world, size)
         plan = build_plan(self._task, self._source, config, world)
         scalars = schedules.ScheduledScalars(config, plan.steps)
         loader = Loader.from_config(self._task, self._source, plan, split, self._place, config)
         engine = create_engine(EngineJob(self._task, config, self._place, self._group, split))
         try:
-            steps = list(islice(loader.steps(), max(1, _BATCHES_COMPARED // passes)))
+            steps = list(islice(loader.steps(), count))
             engine.setup(steps[0], scalars(0))
             sizes = [[max(checksum.byte_size(micro.arrays) for micro in batches)] for batches in steps]
             everyone = self._group.gather(sizes, "the sizes of micro-batches")
