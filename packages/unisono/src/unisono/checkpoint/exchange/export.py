@@ -1,22 +1,21 @@
-"""Exports a checkpoint for other libraries: streamed from file to file, by up to as many processes as there are files.
+"""Exports a checkpoint for other libraries: streamed from file to file, by up to as many threads as there are files.
 
-The plan of files depends on the manifest alone, so every process can compute it, and is sent only the names of its own
-files. A process holds one block of one tensor at a time, or a whole tensor if it must be converted, such as stacked
-experts. The folder appears atomically, and nothing is overwritten.
+Reading, casting and writing leave Python's lock, so threads write as fast as processes would, which would have to
+start, and to verify what they read once more. The plan of files depends on the manifest alone, so the ranks of a run
+can divide it too. A writer holds one block of one tensor at a time, or a whole tensor if it must be converted, such as
+stacked experts. The folder appears atomically, and nothing is overwritten.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.exchange import export_formats, hf_shards
-from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
+from unisono.checkpoint.exchange.export_formats import ExportFormat
 from unisono.checkpoint.exchange.hf_shards import TensorEntry, TensorFile
 from unisono.checkpoint.remote.description import ASSETS
 from unisono.config import CONFIG_FILE, safe_yaml
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL, _EMA = "model/", "ema/"
-_BYTES_PER_PROCESS = 1 << 30  # bytes that take one process longer to write than a second one takes to start
+_CONVERTING = Lock()  # transformers' functions may keep something with the model that all writers have
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,8 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
     check_room(out, sum(file.size for file in plan.files))
     try:
         with atomic_folder(out) as temporary:
-            shares = assign_files(plan.files, 1 if words.merge else _count_processes(words, plan.files))
-            if len(shares) == 1:
-                write(plan, temporary, {file.name for file in plan.files})
-            else:
-                _write_together(plan, shares, checkpoint.path, folder, words, temporary)
+            shares = assign_files(plan.files, _count_writers(words, plan.files))
+            _write_together(plan, temporary, shares)
             finish(plan, temporary)
     except FileExistsError as error:
         raise RunError(
@@ -169,6 +165,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
 
 def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan:
     """The plan of a checkpoint, from its manifest alone."""
+    from unisono.engines.torch import saved_tensors
+
     arrays = _select_entries(checkpoint.arrays, words.ema, folder)
     arrays = {name: TensorEntry(e.name, _target_dtype(e.dtype, words), e.shape) for name, e in arrays.items()}
     adapter = read_adapter_settings(folder)
@@ -179,7 +177,8 @@ def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan
         form = export_formats.peft_format(arrays, folder / ASSETS, adapter, base)
     else:
         form = export_formats.transformers_format(arrays, folder / ASSETS)
-    return Plan(form, _plan_files(form, words), *_array_access(checkpoint))
+    reader = checkpoint.reader()
+    return Plan(form, _plan_files(form, words), reader.shapes, partial(saved_tensors.read_tensor, reader))
 
 
 def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
@@ -201,14 +200,6 @@ def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
         return tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
     return Plan(form, _plan_files(form, words), shapes, read)
-
-
-def _array_access(checkpoint: Checkpoint) -> tuple[Mapping[str, tuple[int, ...]], Any]:
-    """The shapes of a checkpoint's arrays, and the function that reads a piece of one as a tensor."""
-    from unisono.engines.torch import saved_tensors
-
-    reader = checkpoint.reader()
-    return reader.shapes, partial(saved_tensors.read_tensor, reader)
 
 
 def _select_entries(arrays: Mapping[str, Any], ema: bool, folder: Path) -> dict[str, TensorEntry]:
@@ -241,14 +232,12 @@ def _plan_files(form: ExportFormat, words: Export) -> list[TensorFile]:
     return hf_shards.plan_files([output.entry for output in form.outputs], words.shard_mb * 1e6, form.stem)
 
 
-def _count_processes(words: Export, files: Sequence[TensorFile]) -> int:
-    if words.processes != "auto":
-        return min(len(files), words.processes)
-    return min(len(files), usable_cores(), 1 + sum(file.size for file in files) // _BYTES_PER_PROCESS)
+def _count_writers(words: Export, files: Sequence[TensorFile]) -> int:
+    return min(len(files), usable_cores() if words.processes == "auto" else words.processes)
 
 
 def assign_files(files: Sequence[TensorFile], count: int) -> list[list[str]]:
-    """Assign files to processes, largest first, each to the one with the least to write."""
+    """Assign files to so many writers, largest first, each to the one with the least to write."""
     shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(count)]
     for file in sorted(files, key=lambda file: -file.size):
         least = min(range(count), key=lambda number: shares[number][0])
@@ -267,8 +256,19 @@ def check_room(out: Path, size: int) -> None:
         )
 
 
-def write(plan: Plan, folder: Path, names: set[str]) -> None:
-    """Write these files of a plan."""
+def _write_together(plan: Plan, folder: Path, shares: Sequence[list[str]]) -> None:
+    stopped = Event()
+    with ThreadPoolExecutor(len(shares)) as threads:
+        jobs = [threads.submit(write, plan, folder, set(names), stopped) for names in shares]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:
+            stopped.set()  # the first that fails, or Ctrl-C, ends the others
+
+
+def write(plan: Plan, folder: Path, names: set[str], stopped: Event) -> None:
+    """Write these files of a plan; once `stopped` is set, raise before the next block."""
     outputs = {output.entry.name: output for output in plan.form.outputs}
     converted: dict[str, Mapping[str, Tensor]] = {}  # the tensors that the last array was converted to
 
@@ -276,12 +276,16 @@ def write(plan: Plan, folder: Path, names: set[str]) -> None:
         output = outputs[entry.name]
         if output.convert is None:
             for piece in hf_shards.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
+                if stopped.is_set():
+                    raise CancelledError
                 yield _cast(plan.read(output.source, *piece), entry)
             return
         if output.source not in converted:
             converted.clear()
             shape = plan.shapes[output.source]
-            converted[output.source] = output.convert(_cast(plan.read(output.source, (0,) * len(shape), shape), entry))
+            whole = _cast(plan.read(output.source, (0,) * len(shape), shape), entry)
+        with _CONVERTING:
+            converted[output.source] = output.convert(whole)
         yield converted[output.source][entry.name]
 
     for file in plan.files:
@@ -301,91 +305,3 @@ def _cast(block: Tensor, entry: TensorEntry) -> Tensor:
             f"{str(entry.dtype).removeprefix('torch.')} cannot hold; choose another dtype"
         )
     return converted
-
-
-# several processes --------------------------------------------------------------------------------------------------
-
-
-def _write_together(
-    plan: Plan, shares: Sequence[list[str]], checkpoint: Path, folder: Path, words: Export, temporary: Path
-) -> None:
-    """Write the files of a plan, each process its own; the first that fails ends the others.
-
-    If no tensor needs conversion, each process receives its part of the plan, and need not import what computes it.
-    """
-    is_plain = all(output.convert is None for output in plan.form.outputs)
-    context = multiprocessing.get_context("spawn")
-    running: dict[Connection, Any] = {}
-    try:
-        for names in shares:
-            receiver, sender = context.Pipe(duplex=False)
-            files = [file for file in plan.files if file.name in names]
-            own = {entry.name for file in files for entry in file.entries}
-            part = (files, [output for output in plan.form.outputs if output.entry.name in own]) if is_plain else None
-            arguments = (part, set(names), checkpoint, folder, words, temporary, sender)
-            process = context.Process(target=_write_share, args=arguments, daemon=True)
-            process.start()
-            sender.close()
-            running[receiver] = process
-        while running:
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                _read_reply(ready, running[ready])
-                running.pop(ready).join()
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.join()
-
-
-def _read_reply(connection: Connection, process: Any) -> None:
-    """Read a process's reply when it ends; raises the error that occurred in it."""
-    try:
-        fault = connection.recv()
-    except EOFError:
-        process.join()
-        code = process.exitcode
-        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        raise RunError(
-            f"a process that wrote part of the export {reason}; the partial export was removed. If memory ran "
-            "out, processes=1 needs the least"
-        ) from None
-    if fault is not None:
-        raise fault
-
-
-def _write_share(
-    part: tuple[list[TensorFile], list[Output]] | None,
-    names: set[str],
-    checkpoint: Path,
-    folder: Path,
-    words: Export,
-    temporary: Path,
-    connection: Connection,
-) -> None:
-    """Run in each process: write its files, after computing the same plan as the others if it was not sent."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    fault: Exception | None = None
-    try:
-        saved = commit.read_manifest(checkpoint)
-        if part is None:
-            plan = plan_checkpoint(saved, folder, words)
-        else:
-            form = ExportFormat("", tuple(part[1]), "", False, lambda folder: None)
-            plan = Plan(form, part[0], *_array_access(saved))
-        write(plan, temporary, names)
-    except (OSError, CheckpointError) as error:
-        fault = error
-    except Exception:
-        fault = RuntimeError(f"a process that wrote part of the export failed:\n{traceback.format_exc()}")
-    connection.send(fault)
-
-
-def _exit_with_parent() -> None:
-    """End this process with its parent."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

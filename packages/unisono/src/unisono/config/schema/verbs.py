@@ -53,7 +53,7 @@ class Export(Settings):
     out: Path | None = Field(None, description="folder to create; null: RUN/exports/step-…-hf")
     shard_mb: Positive = Field(5000.0, description="maximum MB per file, unless a single tensor is larger")
     processes: PositiveInt | Literal["auto"] = Field(
-        "auto", description="processes that write, each its own files; auto: one per core, file and GiB at most"
+        "auto", description="how many write at a time, each its own files; auto: one per core and file at most"
     )
     ema: bool = Field(False, description="export the moving average of the weights (ema.decay)")
     dtype: Literal["kept", "fp64", "fp32", "bf16", "fp16"] = Field(
