@@ -197,7 +197,8 @@ def samples(sizes: Sizes, together: bool) -> dict[str, Any]:
     import numpy as np
 
     from benchmarks import puzzles
-    from unisono.data.loading.batch_builder import BatchBuilder, Request
+    from unisono.data.loading.batch_builder import BatchBuilder
+    from unisono.data.loading.micro_batch import Request
     from unisono.data.order.plan import SampleIndices
 
     task = puzzles.task_of("torch", sizes.side, sizes.rows, {})

@@ -63,7 +63,8 @@ def cpu() -> float:
 def ledger_cost(folder: Path) -> tuple[float, float]:
     """Seconds of CPU that the ledger takes: of a row, in a worker, and of a step, in the loop."""
     from unisono.data.ledger import Ledger
-    from unisono.data.loading.batch_builder import BatchBuilder, Request
+    from unisono.data.loading.batch_builder import BatchBuilder
+    from unisono.data.loading.micro_batch import Request
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
 

@@ -35,7 +35,7 @@ from benchmarks import page
 from packages.unisono.tests import processes
 from packages.unisono.tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.random_state import RandomState

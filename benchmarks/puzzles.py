@@ -385,7 +385,8 @@ def attention(repeats: int) -> None:
 
 def samples(side: int, rows: int, repeats: int) -> None:
     """Milliseconds of one thread for a micro-batch; the fastest of `repeats`, in turns."""
-    from unisono.data.loading.batch_builder import BatchBuilder, Request
+    from unisono.data.loading.batch_builder import BatchBuilder
+    from unisono.data.loading.micro_batch import Request
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
 

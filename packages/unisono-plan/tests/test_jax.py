@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel.mesh import DEVICES, Grid
 from unisono.engines.jax.state import shardings

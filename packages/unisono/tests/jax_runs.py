@@ -33,12 +33,12 @@ def layout(devices: int = 1, strategy: str = "single", **more: Any) -> dict[str,
 
 def parameters(engine: JaxEngine) -> dict[str, np.ndarray]:
     """What is trained, by name."""
-    return {name: whole(array) for name, array in engine.train_state.parameters.items()}
+    return {name: whole(array) for name, array in engine.held.state.parameters.items()}
 
 
 def averages(engine: JaxEngine) -> dict[str, np.ndarray]:
     """The moving averages, by name."""
-    return {name: whole(value) for name, value in engine.train_state.average.items()}
+    return {name: whole(value) for name, value in engine.held.state.average.items()}
 
 
 def trace(task: Task, config: RunConfig, place: ProcessInfo | None = None, group: Communicator | None = None) -> Trace:
@@ -61,5 +61,5 @@ def raw_gradients(engine: JaxEngine, batches: Any, scalars: Any) -> dict[str, np
     defer = engine._config.layout.defer_reduction
     step = Step(forward, engine.programs.optimizer, batch.number.shape[0], defer, rows)
     inputs = engine.programs.inputs(0, scalars, False, {})
-    made = jax.jit(step.gradients)(engine.train_state, engine.constants, batch, inputs)[0]
+    made = jax.jit(step.gradients)(engine.held.state, engine.held.constants, batch, inputs)[0]
     return {name: whole(array) for name, array in made.items()}

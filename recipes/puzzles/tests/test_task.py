@@ -14,7 +14,8 @@ from packages.unisono.tests import processes
 from packages.unisono.tests.runs import Trace, assert_same, configuration, trace
 from recipes.puzzles.tests.puzzles_for_tests import small_sudokus, write_arc, write_csv, write_mazes
 from unisono import DataError, prepare
-from unisono.data.loading.batch_builder import BatchBuilder, Request
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.micro_batch import Request
 from unisono.data.order.plan import SampleIndices
 from unisono.data.order.planning import checkable_sources
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess

@@ -252,15 +252,15 @@ def stale_checkpoint() -> Iterator[None]:
     before: list[Any] = []
 
     def one(original: Any, self: JaxEngine, *given: Any) -> Any:
-        before[:] = [self.train_state]
+        before[:] = [self.held.state]
         return original(self, *given)
 
     def state(original: Any, self: JaxEngine) -> Any:
-        now, self.train_state = self.train_state, before[0]
+        now, self.held.state = self.held.state, before[0]
         try:
             return original(self)
         finally:
-            self.train_state = now
+            self.held.state = now
 
     with wrapping(JaxEngine, "step", one), wrapping(JaxEngine, "state", state):
         yield

@@ -9,7 +9,7 @@ import pytest
 
 from packages.unisono.tests.data import made
 from unisono.data.loading import worker_autotuning
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.loading.worker_autotuning import StageTimes
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax import model
 from unisono.engines.jax.batches import Batches, ColumnNames
 from unisono.engines.jax.forward import Forward, Inputs

@@ -13,7 +13,7 @@ from unisono.config.batch_split import resolve_split
 from unisono.config.schema import Positive, Settings
 from unisono.config.schema.layout import Layout
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.launch.layout import resolve_layout
 from unisono.launch.model.check import first_micro_batch
 from unisono.runtime.communication.communicator import ProcessInfo

@@ -36,7 +36,7 @@ from torch.nn.parallel import distributed as ddp
 
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.nested import map_leaves
 from unisono.engines.protocol import EngineJob

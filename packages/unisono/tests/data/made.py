@@ -17,7 +17,8 @@ from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.data import Packing
 from unisono.data import ledger
 from unisono.data.ledger import Ledger
-from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan, lookup_lengths
 from unisono.data.order.plan import Plan, StreamPlan

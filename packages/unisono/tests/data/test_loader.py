@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 
 from packages.unisono.tests.data import made
 from packages.unisono.tests.data.made import BATCH, SIZE, until
-from unisono.data.loading.loader import MicroBatch, check_draws
+from unisono.data.loading.loader import check_draws
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import ConfigError, DataError

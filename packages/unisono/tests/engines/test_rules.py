@@ -9,7 +9,7 @@ import pytest
 
 from packages.unisono.tests.tasks import LinearTask
 from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.runtime.errors import ConfigError
 from unisono.task import Loss

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from packages.unisono.tests.runs import configuration
 from packages.unisono.tests.tasks import LinearTask, TransformerTask
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.protocol import Engine, StepResult
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communication.communicator import ProcessInfo

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.plan import SampleIndices
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import probe_model

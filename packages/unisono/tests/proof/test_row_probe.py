@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.row_probe import probe_documents
 from unisono.proof.probes.trial import Trial

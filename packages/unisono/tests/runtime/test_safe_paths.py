@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from unisono.runtime.errors import DataError, UnisonoError
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.safe_paths import UnsafePathError
 
 
@@ -147,13 +147,13 @@ def test_a_copy_follows_no_link_and_replaces_nothing(folder: Path) -> None:
 
 
 def test_nothing_is_written_through_a_link(folder: Path) -> None:
-    assert safe_paths.destination(folder, "new/deep/file") == folder / "new" / "deep" / "file"
+    assert safe_writing.destination(folder, "new/deep/file") == folder / "new" / "deep" / "file"
     assert (folder / "new" / "deep").is_dir()
     (folder / "out").symlink_to(folder.parent)
     (folder / "x").symlink_to(folder.parent / "secret")
     for name in ("out/secret", "x", "../secret", "/secret", "inner"):
         with pytest.raises(UnsafePathError):
-            safe_paths.destination(folder, name)
+            safe_writing.destination(folder, name)
 
 
 def test_a_snapshot_of_the_hugging_face_cache_may_link_to_its_own_blobs_alone(tmp_path: Path) -> None:
@@ -197,11 +197,11 @@ def test_a_second_name_is_that_of_the_file_and_of_no_link(folder: Path) -> None:
     """`link_inside` and `copy_folder` are what a run's files are copied by; neither reaches out of the folder."""
     (folder / "secret").symlink_to("/etc/hostname")
     (folder / "own").write_text("own")
-    safe_paths.link_inside(folder, "own", folder / "again")
+    safe_writing.link_inside(folder, "own", folder / "again")
     assert (folder / "again").stat().st_ino == (folder / "own").stat().st_ino
     for act in (
-        lambda: safe_paths.link_inside(folder, "secret", folder / "copy"),
-        lambda: safe_paths.copy_folder(folder, folder.parent / "all"),
+        lambda: safe_writing.link_inside(folder, "secret", folder / "copy"),
+        lambda: safe_writing.copy_folder(folder, folder.parent / "all"),
     ):
         with pytest.raises(UnsafePathError, match="is a link to /etc/hostname"):
             act()
@@ -233,11 +233,11 @@ def test_an_array_whose_header_lies_is_not_allocated(folder: Path) -> None:
 
 def test_a_new_file_is_created_in_the_folder_and_through_no_link(folder: Path) -> None:
     """What `unisono stop` and `save` do: as root, a link made them create any file."""
-    safe_paths.create_inside(folder, "stop")
+    safe_writing.create_inside(folder, "stop")
     assert (folder / "stop").read_bytes() == b""
     with pytest.raises(FileExistsError):
-        safe_paths.create_inside(folder, "stop")
+        safe_writing.create_inside(folder, "stop")
     (folder / "save").symlink_to(folder.parent / "anything")
     with pytest.raises(UnsafePathError, match="save is a link; remove it"):
-        safe_paths.create_inside(folder, "save")
+        safe_writing.create_inside(folder, "save")
     assert not (folder.parent / "anything").exists()

@@ -79,3 +79,9 @@ def target_loss(made: Tensor, truth: Tensor, config: TargetSettings) -> Tensor: 
             low = (error < 0).to(error.dtype)
             each = 2 * each * (low * config.asymmetry + (1 - low) * (1 - config.asymmetry))
     return (each * known).sum()
+
+
+def known_moments(name: str, predicted: Tensor, truth: Tensor) -> dict[str, tuple[Any, Any]]:
+    """Metrics over the rows that have a true value."""
+    known = ~truth.isnan()
+    return moments(name, predicted * known, truth.nan_to_num().to(predicted.dtype), known)

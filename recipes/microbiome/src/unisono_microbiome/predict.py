@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from unisono import ConfigError, DataError, Run, Scaling, generator
 from unisono.recipe_tools import format_examples
 from unisono_microbiome import scoring
+from unisono_microbiome.samples import collate_taxa
 from unisono_microbiome.settings import DIVERSITIES
 from unisono_microbiome.study import artifacts
 from unisono_microbiome.study.library import Library
-from unisono_microbiome.task import Microbiome, collate_taxa
+from unisono_microbiome.task import Microbiome
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,6 @@ from unisono import (
     Subset,
     Task,
     count_parameters,
-    moments,
     open_run,
     read_asset,
     summarise_moments,
@@ -33,6 +32,7 @@ from unisono import (
 from unisono_microbiome import nucleotides, rarefy, settings
 from unisono_microbiome.assets import FILE, Assets
 from unisono_microbiome.learnt import LearntValues
+from unisono_microbiome.samples import DrawnSample, TaxaAndReads, collate_masks, collate_taxa
 from unisono_microbiome.settings import DIVERSITIES
 from unisono_microbiome.study.library import Library, open_library
 from unisono_microbiome.study.library import SampleRecord as Record
@@ -45,27 +45,7 @@ if TYPE_CHECKING:
     from unisono_microbiome.model import ModelShape, Network
 
 log = logging.getLogger(__name__)
-TaxaAndReads = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
-
-
-@dataclass(frozen=True)
-class DrawnSample:
-    """The part of a record that a model sees.
-
-    Attributes:
-        record: it.
-        taxa: numbers of the taxa that were drawn, (taxa,).
-        counts: reads of each, (taxa,).
-        masked_taxa: those whose nucleotides are masked, (sequences,).
-        masked: which of them, (sequences, length).
-    """
-
-    record: Record
-    taxa: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    masked_taxa: NDArray[np.int64]
-    masked: NDArray[np.bool_]
 
 
 class Microbiome(Task):
@@ -91,7 +71,7 @@ class Microbiome(Task):
 
     def setup(self) -> None:
         """Read and compute what samples share."""
-        self._compute_shared()
+        _ = self._tokens, self.learnt.diversities, self.learnt.targets, self.learnt.encoded_covariates
 
     def data(self) -> Subset:
         """The samples to train on; of a trained run, of a table that its model can read."""
@@ -140,13 +120,7 @@ class Microbiome(Task):
                 each = self.learnt.target_scaling.select(self.learnt.categories(numbers))
                 batch["target_scaling"] = np.stack([each.shift, each.scale], axis=1).astype(np.float32)
         if "nucleotides" in self._weights:
-            most = max(1, max(len(sample.masked_taxa) for sample in samples))
-            length = self.shape.length
-            batch["masked_taxa"] = np.full((len(samples), most), -1, dtype=np.int64)
-            batch["masked"] = np.zeros((len(samples), most, length), dtype=bool)
-            for row, sample in enumerate(samples):
-                batch["masked_taxa"][row, : len(sample.masked_taxa)] = sample.masked_taxa
-                batch["masked"][row, : len(sample.masked)] = sample.masked
+            batch |= collate_masks(samples, self.shape.length)
         return batch
 
     def counts(self, batch: Batch) -> dict[str, float]:
@@ -301,7 +275,7 @@ class Microbiome(Task):
         for name, (_, transform) in self.learnt.diversities.items():
             made = outputs[name][:, 0]
             sums[name] = (made - batch[name].to(made.dtype)).square().sum()
-            metrics |= _moments(name, transform.inverse(made.detach()), transform.inverse(batch[name]))
+            metrics |= losses.known_moments(name, transform.inverse(made.detach()), transform.inverse(batch[name]))
         if "target" in self._weights:
             made, truth = outputs["target"], batch["target"]
             sums["target"] = losses.target_loss(made, truth, self.config.target)
@@ -313,7 +287,7 @@ class Microbiome(Task):
                 if "target_scaling" in batch:
                     scaling = Scaling(scaling.kind, *batch["target_scaling"].unbind(1))
                 back = scaling.inverse
-                metrics |= _moments("target", back(made.detach()[:, middle]), back(truth))
+                metrics |= losses.known_moments("target", back(made.detach()[:, middle]), back(truth))
         if context.training:  # the moments are for the summary of held-out rows
             metrics = {name: pair for name, pair in metrics.items() if name.endswith(("error", "accuracy"))}
         return Loss(sums, self._weights, metrics=metrics)
@@ -345,10 +319,7 @@ class Microbiome(Task):
         self.library.check()
         if "distance" in weights:
             self.library.distances()
-        self._compute_shared()
-
-    def _compute_shared(self) -> None:
-        _ = self._tokens, self.learnt.diversities, self.learnt.targets, self.learnt.encoded_covariates
+        self.setup()
 
     def facts(self) -> dict[str, Any]:
         """Sizes, and how targets are transformed."""
@@ -477,19 +448,3 @@ class Microbiome(Task):
         return self._distances
 
     _distances: Tensor | None = None
-
-
-def collate_taxa(rows: Sequence[TaxaAndReads]) -> Batch:
-    """Padded samples: `taxa`, -1 where there is none, and `counts`, both (rows, taxa)."""
-    width = max(1, max(len(taxa) for taxa, _ in rows))
-    taxa = np.full((len(rows), width), -1, dtype=np.int64)
-    counts = np.zeros((len(rows), width), dtype=np.float32)
-    for row, (own, reads) in enumerate(rows):
-        taxa[row, : len(own)], counts[row, : len(own)] = own, reads
-    return {"taxa": taxa, "counts": counts}
-
-
-def _moments(name: str, predicted: Tensor, truth: Tensor) -> dict[str, tuple[Any, Any]]:
-    """Metrics over the rows that have a true value."""
-    known = ~truth.isnan()
-    return moments(name, predicted * known, truth.nan_to_num().to(predicted.dtype), known)

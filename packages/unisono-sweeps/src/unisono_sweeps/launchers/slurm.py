@@ -34,7 +34,7 @@ from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.runtime.errors import ConfigError, Preempted, UnisonoError
 from unisono.runtime.files import write_whole
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Integer, Number, Object, misfit
 from unisono.supervise.run_facts import read_run_facts
 from unisono.supervise.step_sync import STOP
@@ -209,7 +209,7 @@ class SlurmLauncher:
                     elif stops is not None and stops(one.job) and not one.stop_requested:
                         one.stop_requested = True
                         with suppress(FileExistsError):
-                            safe_paths.create_inside(one.job.folder, STOP)
+                            safe_writing.create_inside(one.job.folder, STOP)
                 time.sleep(_POLL)
         except KeyboardInterrupt:
             numbers = " ".join(dict.fromkeys(one.number.partition("_")[0] for one in running.values()))

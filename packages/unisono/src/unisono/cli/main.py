@@ -389,12 +389,12 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 def _request(parsed: argparse.Namespace) -> int:
     from unisono.runtime.errors import RunError
-    from unisono.runtime.untrusted import safe_paths
+    from unisono.runtime.untrusted import safe_writing
     from unisono.supervise import run_lock
 
     if run_lock.find_holder(parsed.folder) is None:
         raise RunError(f"no training process is running in {parsed.folder}; nothing to {parsed.verb}")
     with suppress(FileExistsError):  # asked twice
-        safe_paths.create_inside(parsed.folder, parsed.verb)
+        safe_writing.create_inside(parsed.folder, parsed.verb)
     say(f"{parsed.folder} will {parsed.verb} after its next step")
     return 0

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from unisono.data.loading.batch_builder import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.order import mix_bits
 from unisono.data.order.plan import SampleIndices
 from unisono.runtime.errors import RecordError, RunError

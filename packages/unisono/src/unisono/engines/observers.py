@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Loss
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.protocols import TaskFeatures, resolve_features

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from unisono.config.batch_split import BatchSplit, divisors
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import StepResult
 from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError

@@ -8,7 +8,8 @@ from itertools import islice
 
 from unisono.config.batch_split import BatchSplit, divisors
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader, MicroBatch, check_draws
+from unisono.data.loading.loader import Loader, check_draws
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.grouped import plan_evaluation
 from unisono.engines.protocol import Engine
 from unisono.protocols import resolve_features

@@ -20,7 +20,7 @@ from unisono.observe import events
 from unisono.runtime import notebook
 from unisono.runtime.console import say
 from unisono.runtime.errors import Interrupted
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_writing
 from unisono.supervise import run_status
 from unisono.supervise.step_sync import STOP
 
@@ -48,7 +48,7 @@ def stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
             raise KeyboardInterrupt
         is_stopping = True
         with suppress(FileExistsError):
-            safe_paths.create_inside(run.directory, STOP)
+            safe_writing.create_inside(run.directory, STOP)
         text = "interrupted: the run saves and stops after this step; interrupt again to end it at once"
         threading.Thread(target=say, args=(text,)).start()  # what is interrupted may be printing
 

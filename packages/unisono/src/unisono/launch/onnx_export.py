@@ -37,7 +37,7 @@ from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoErro
 from unisono.runtime.files import atomic_folder
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_writing
 from unisono.task import Batch, Context, Source, run_setup
 
 Compute = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -110,7 +110,7 @@ def export_onnx(run: Run, words: Export) -> OnnxExport:
         session = _open_session(temporary / MODEL_FILE)
         difference = _largest_difference(session, compute, batches)
         if (run.folder / ASSETS).is_dir():  # what a reader needs besides: a tokenizer, or the names of taxa
-            safe_paths.copy_folder(run.folder / ASSETS, temporary / ASSETS)
+            safe_writing.copy_folder(run.folder / ASSETS, temporary / ASSETS)
         size = sum(path.stat().st_size for path in temporary.glob(f"{MODEL_FILE}*"))
     inputs, outputs = (
         {one.name: list(one.shape) for one in given} for given in (session.get_inputs(), session.get_outputs())

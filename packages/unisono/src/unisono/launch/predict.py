@@ -21,7 +21,8 @@ from unisono import protocols
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.grouped import plan_evaluation
 from unisono.data.order.mixture import Joined
 from unisono.data.table_files import check_table_suffix, write_table

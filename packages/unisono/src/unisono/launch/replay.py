@@ -29,7 +29,7 @@ from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, format_ranges
 from unisono.runtime.text import join_names
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.task_config import read_run
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
     try:
         _link_checkpoint(before.path, folder / "checkpoints" / before.path.name)
         if (run / ledger.FOLDER).is_dir():
-            safe_paths.copy_folder(run / ledger.FOLDER, folder / ledger.FOLDER)
+            safe_writing.copy_folder(run / ledger.FOLDER, folder / ledger.FOLDER)
         for file in (FINGERPRINT, FILES):
             if os.path.lexists(run / file):
                 safe_paths.copy_inside(run, file, folder / file)
@@ -217,7 +217,7 @@ def _link_checkpoint(source: Path, target: Path) -> None:
     """Copy a checkpoint, by hard links where the file system supports them."""
     target.mkdir(parents=True)
     for path in source.iterdir():
-        safe_paths.link_inside(source, path.name, target / path.name)
+        safe_writing.link_inside(source, path.name, target / path.name)
 
 
 def _read_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:

@@ -19,7 +19,7 @@ from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.remote.upload import Uploads
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import StepResult
 from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers

@@ -16,7 +16,8 @@ from unisono.checkpoint.remote.upload import open_store
 from unisono.config.batch_split import BatchSplit
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob, ModelFacts

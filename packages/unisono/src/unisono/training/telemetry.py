@@ -9,7 +9,7 @@ from typing import Any
 from unisono.checkpoint.core.resume import Resumption
 from unisono.config import fingerprint
 from unisono.config.resolved_run import ResolvedRun
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import StepResult
 from unisono.engines.protocol import ModelFacts
 from unisono.observe.peak_rates import peak_flops

@@ -12,7 +12,7 @@ import pytest
 
 from packages.unisono.tests.engines.jax.test_processes import SPIRALS, train, unisono
 from packages.unisono.tests.jax_tasks import TransformerTask, UnevenTask
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax.rows import RowForward
 from unisono.observe import events
 from unisono.task import Context, Task

@@ -26,7 +26,7 @@ def test_buffers_from_before_an_update_cannot_be_used_again() -> None:
     made = JaxEngine.step
 
     def step(self: JaxEngine, *given: Any) -> Any:
-        kept.extend(jax.tree.leaves(self.train_state))
+        kept.extend(jax.tree.leaves(self.held.state))
         return made(self, *given)
 
     with mock.patch.object(JaxEngine, "step", step):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from packages.unisono.tests import processes
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import StepResult
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.nested import leaves
 from unisono.engines.torch.transfer import Transfer
 

@@ -34,7 +34,7 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, DataError, RunError
 from unisono.runtime.files import atomic_file, file_hash, fsync_path, remove_folder
 from unisono.runtime.text import one_line
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import HashedFile
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
@@ -313,7 +313,7 @@ def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, st
                 "checkpoint was written; it was skipped"
             )
             continue
-        path = safe_paths.destination(folder, name)
+        path = safe_writing.destination(folder, name)
         if not path.exists():
             with atomic_file(path) as temporary:
                 store.fetch(description_object(name, sha256), temporary, size, sha256)

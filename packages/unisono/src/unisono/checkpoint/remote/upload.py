@@ -31,7 +31,7 @@ from unisono.checkpoint.remote.upload_process import CHECKPOINTS
 from unisono.config.schema.run import Checkpoint, RunConfig
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
 from unisono.runtime.files import remove_folder
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_writing
 
 PENDING_FOLDER = "uploading"  # in the run's folder: files that an upload still needs
 _GRACE = 5.0  # seconds to wait for an idle process to exit
@@ -220,7 +220,7 @@ class Uploads:
         held.parent.mkdir(exist_ok=True)
         held.mkdir()
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
-            safe_paths.link_inside(path, file.name, held / file.name)
+            safe_writing.link_inside(path, file.name, held / file.name)
         return held
 
     def _send_order(self, order: dict[str, Any]) -> None:

@@ -17,14 +17,9 @@ import numpy as np
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum, worker_autotuning, workers
-from unisono.data.loading.batch_builder import (
-    BatchBuilder,
-    MicroBatch,
-    Request,
-    build_sample,
-    refuse_mask,
-)
+from unisono.data.loading.batch_builder import BatchBuilder, build_sample, refuse_mask
 from unisono.data.loading.draws import describe_draws, global_generator_states, moved_generators
+from unisono.data.loading.micro_batch import MicroBatch, Request
 from unisono.data.loading.prefetch import Prefetcher
 from unisono.data.order.mixture import sources_of
 from unisono.data.order.order import Indices
@@ -36,7 +31,6 @@ from unisono.runtime.fault_names import FaultName
 from unisono.runtime.rng import generator
 from unisono.task import SampleContext, Source, Task, run_setup
 
-__all__ = ["Loader", "MeasuredLengths", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
 _LENGTHS_PER_REQUEST = 64  # samples per request for lengths
 _LEAST_AHEAD = 4  # micro-batches to prefetch at least, unless a number is given

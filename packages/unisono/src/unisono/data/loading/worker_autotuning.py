@@ -11,7 +11,8 @@ from time import perf_counter, sleep
 
 import numpy as np
 
-from unisono.data.loading.batch_builder import BatchBuilder, Request
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.micro_batch import Request
 
 _TARGET_SECONDS = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
 _PROBE_ROWS = 8  # rows of a micro-batch built to measure it

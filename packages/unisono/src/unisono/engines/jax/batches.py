@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.peekable import Peekable

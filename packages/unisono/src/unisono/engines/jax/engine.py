@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.jax import model, state
 from unisono.engines.jax.batches import Batches, ColumnNames, DeviceBatch
@@ -22,6 +21,7 @@ from unisono.engines.jax.devices import device_name
 from unisono.engines.jax.forward import Columns, Inputs
 from unisono.engines.jax.guards import checks, faults, replicas, task_errors
 from unisono.engines.jax.guards.compilation import Compiler
+from unisono.engines.jax.held_arrays import HeldArrays
 from unisono.engines.jax.numerics import optimizers, precision
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.profiler import JaxProfiler
@@ -68,16 +68,14 @@ class JaxEngine:
         structure: of the model; like what follows from `setup` on.
         optimizer: makes the update.
         programs: of the run.
-        train_state: what a step changes.
-        constants: arrays that are not trained, by name.
+        held: arrays on the devices.
         view: of the model.
     """
 
     structure: model.Structure
     optimizer: optimizers.Optimizer
     programs: Programs
-    train_state: State
-    constants: dict[str, Any]
+    held: HeldArrays
     view: JaxModelView
 
     def __init__(self, job: EngineJob) -> None:
@@ -127,21 +125,25 @@ class JaxEngine:
         names = ColumnNames.from_micro_batch(batches[0])
         self._check_functions(batches[0], scalars, names)
         arrays = model.initialise(task, self.structure, self.seed, self.grid, self._kind)
-        self.constants = {name: arrays.pop(name) for name in self.structure.names if name not in self.structure.trained}
+        constants = {name: arrays.pop(name) for name in self.structure.names if name not in self.structure.trained}
         average = {name: arrays[name].copy() for name in ema.averaged_names(self._config.ema, list(arrays))}
         placed = state.shardings(jax.eval_shape(self.optimizer.init, arrays), arrays, self.grid)
         batch = self.batches.to_devices(batches)
         made = jax.jit(self.optimizer.init, out_shardings=placed)(arrays)
-        self.train_state = State(arrays, average, made, self._initial_carry(batch))
-        self.view = JaxModelView(self)
+        self.held = HeldArrays(
+            self.grid, self._devices, State(arrays, average, made, self._initial_carry(batch)), constants
+        )
+        self.view = JaxModelView(
+            self.held, self.programs, self.batches, self.communicator, self.split.micro_batch, self.update_from
+        )
         inputs = self.programs.inputs(0, scalars, self._carry_started, {})
         rows = self._count_rows(batches, "the first step")
-        given = self.train_state, self.constants, batch, inputs
+        given = self.held.state, self.held.constants, batch, inputs
         _, columns = self.programs.step(given, names, scalars, rows, self._observed)
         reported = [list(columns.terms), list(columns.metrics), list(names.work)]
         rules.check_names(self.communicator, reported, "the first step")
-        self._digests = self.digests()
-        replicas.check_copies(self._differing(self._digests), len(self._digests), 0)
+        self._digests = self.held.digests()
+        replicas.check_copies(self.held.find_differing(self._digests), len(self._digests), 0)
         size = sum(math.prod(array.shape) for array in arrays.values())
         return ModelFacts(
             size, device_name(self._devices[0]), {**kernels, **self._describe_mesh()},
@@ -196,13 +198,13 @@ class JaxEngine:
             self._observers.on_step_begin(step, batches)
             batch, names = self.batches.take(batches), ColumnNames.from_micro_batch(batches[0])
             inputs = self.programs.inputs(step, scalars, self._carry_started, self._controls(step, scalars))
-            given = self.train_state, self.constants, batch, inputs
+            given = self.held.state, self.held.constants, batch, inputs
             rows = self._count_rows(batches, f"step {step + 1}")
             program, columns = self.programs.step(given, names, scalars, rows, self._observed)
             with self._observers.part("forward"):
                 after, packed, *seen = program(*given)
             if not self._observed:
-                self.train_state = after  # the previous state was donated
+                self.held.state = after  # the previous state was donated
             self.batches.look_ahead()
             with self._observers.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
                 count = len(after.parameters)
@@ -227,7 +229,7 @@ class JaxEngine:
 
     def _controls(self, step: int, scalars: Scalars) -> dict[str, float]:
         limits = self._spikes.limits()
-        kept = ema.decay(self._config.ema, step + 1) if self.train_state.average else None
+        kept = ema.decay(self._config.ema, step + 1) if self.held.state.average else None
         return {
             LARGEST: scalars.get("clip_norm", math.inf), LOSS_LIMIT: limits.get("loss", math.inf),
             NORM_LIMIT: limits.get("grad_norm", math.inf), AVERAGE_KEPT: 1.0 if kept is None else kept,
@@ -263,11 +265,11 @@ class JaxEngine:
     def _accept_update(self, after: State, seen: ObservedStep, result: StepResult, step: int, scalars: Scalars) -> None:
         """Accept the update of an observed step unless it is skipped; the state of rows is always kept."""
         if result.skipped:
-            self.train_state = replace(self.train_state, carry=after.carry)
+            self.held.state = replace(self.held.state, carry=after.carry)
         else:
             self.view.gradients = seen.clipped
             self._observers.on_update(step, scalars)
-            self.train_state = after
+            self.held.state = after
         self.view.gradients = {}
 
     def update_from(self, gradients: Mapping[str, Any], step: int, scalars: Scalars) -> None:
@@ -279,22 +281,9 @@ class JaxEngine:
         def update(before: State, gradients: Mapping[str, Any], inputs: Inputs) -> State:
             return made.update(before, gradients, made.numbers(inputs))
 
-        placed = jax.tree.map(lambda array: array.sharding, replace(self.train_state, carry={}))
-        after = jax.jit(update, out_shardings=placed)(self.train_state, gradients, inputs)
-        self.train_state = replace(after, carry=self.train_state.carry)
-
-    def _exceeds_rounding(self, squares: Mapping[str, float], lr: float) -> bool:
-        """Whether an update at this rate changes a parameter by more than rounding loses; collective.
-
-        As in the torch engine, but by the norm of a parameter's gradient: its elements are not there any more.
-        """
-        parameters = self.train_state.parameters
-        smallest = jax.jit(lambda arrays: jax.tree.map(lambda array: jnp.abs(array).min(), arrays))(parameters)
-        return any(
-            lr * min(1.0, (squares[f"{state.MODEL}{name}"] / array.size) ** 0.5)
-            > float(jnp.finfo(array.dtype).eps * smallest[name])
-            for name, array in parameters.items()
-        )
+        placed = jax.tree.map(lambda array: array.sharding, replace(self.held.state, carry={}))
+        after = jax.jit(update, out_shardings=placed)(self.held.state, gradients, inputs)
+        self.held.state = replace(after, carry=self.held.state.carry)
 
     def _check_update(self, step: int, scalars: Scalars, squares: Any) -> None:
         self._steps_made += 1
@@ -303,10 +292,12 @@ class JaxEngine:
         before = self._digests
         self.check_replicas(step + 1)
         if not self._has_moved:
-            names = (f"{state.MODEL}{name}" for name in sorted(self.train_state.parameters))
+            names = (f"{state.MODEL}{name}" for name in sorted(self.held.state.parameters))
             gradients = dict(zip(names, squares.tolist(), strict=True))
             moving = [name for name, square in gradients.items() if square > 0]
-            rules.check_moved(before, self._digests, moving, lambda: self._exceeds_rounding(gradients, scalars["lr"]))
+            rules.check_moved(
+                before, self._digests, moving, lambda: self.held.exceeds_rounding(gradients, scalars["lr"])
+            )
             self._has_moved = any(not np.array_equal(before[name], self._digests[name]) for name in moving)
             still = [name for name, square in gradients.items() if square == 0]
             if still and self._steps_made == 1:
@@ -326,8 +317,8 @@ class JaxEngine:
     ) -> NonFiniteError:
         """Find where the first non-finite number came from; collective."""
         inputs = self.programs.inputs(step, scalars, self._carry_started, {})
-        before = self.train_state
-        given = before.parameters, self.constants, before.carry, batch, inputs
+        before = self.held.state
+        given = before.parameters, self.held.constants, before.carry, batch, inputs
         found = self.programs.search(given, names, scalars)(*given)
         return faults.not_finite_error(
             self.communicator, batches, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
@@ -340,7 +331,7 @@ class JaxEngine:
         self, steps: Iterable[list[MicroBatch]], step: int, scalars: Scalars, average: bool = False
     ) -> StepResult:
         """Loss and metrics over all rows together; see `Engine.evaluate`."""
-        parameters = {**self.train_state.parameters, **(self.train_state.average if average else {})}
+        parameters = {**self.held.state.parameters, **(self.held.state.average if average else {})}
         reports: list[Any] = []
         columns, rows = None, 0
         with self._translate_errors("the other processes in the evaluation", f"the evaluation after step {step}"):
@@ -352,7 +343,7 @@ class JaxEngine:
                 real = self._count_rows(batches, "the evaluation")
                 batch = self.batches.to_devices(batches, rows)
                 inputs = self.programs.inputs(step, scalars, False, None)
-                given = parameters, self.constants, batch, inputs
+                given = parameters, self.held.constants, batch, inputs
                 program, columns = self.programs.evaluation(given, names, scalars, real)
                 reports.append(program(*given))
                 if len(reports) > 1:  # let the next batch be made while this one is computed
@@ -376,48 +367,28 @@ class JaxEngine:
     def check_replicas(self, updates: int) -> None:
         """Check that replicas are identical; see `Engine.check_replicas`."""
         if self._compared != updates:
-            self._digests = self.digests()
-            replicas.check_copies(self._differing(self._digests), len(self._digests), updates)
+            self._digests = self.held.digests()
+            replicas.check_copies(self.held.find_differing(self._digests), len(self._digests), updates)
             self._compared = updates
-
-    def digests(self) -> dict[str, Any]:
-        """By the name of every array a number for each device; collective."""
-        return replicas.digests(state.named_arrays(self.train_state, self.constants), self.grid)
-
-    def find_differing(self) -> dict[str, str]:
-        """Arrays whose copies differ now, with the devices; collective."""
-        return self._differing(self.digests())
-
-    def _differing(self, digests: Mapping[str, Any]) -> dict[str, str]:
-        arrays = state.named_arrays(self.train_state, self.constants)
-        return replicas.find_differing(digests, arrays, self.grid, [device.process_index for device in self._devices])
 
     def state(self) -> list[ArrayShard]:
         """The pieces that this process saves; see `Engine.state`."""
-        shards = state.shards(self.train_state, self.constants, self._carry_started)
+        shards = state.shards(self.held.state, self.held.constants, self._carry_started)
         if self._job.process.is_first:
             shards += self._spikes.shards()
         return shards
 
     def load(self, reader: StateReader, weights_only: bool = False) -> None:
         """Load a saved state; see `Engine.load`."""
-        kinds: tuple[str, ...] = (state.MODEL,) if weights_only else (state.MODEL, state.OPTIMIZER)
-        averaged = bool(self.train_state.average)
-        saved = any(name.startswith(state.AVERAGE) for name in reader.shapes)
-        kinds += (state.AVERAGE,) if averaged and saved else ()
-        self.train_state, self.constants = state.load(self.train_state, self.constants, reader, kinds)
-        if averaged and not saved:
-            log.warning("the checkpoint has no moving average of the weights; it starts from the current weights")
-            weights = self.train_state.parameters
-            self.train_state.average = {name: weights[name].copy() for name in self.train_state.average}
+        self.held.load(reader, weights_only)
         if not weights_only:
-            self._carry_started = state.load_rows(self.train_state, reader)
+            self._carry_started = state.load_rows(self.held.state, reader)
             self._spikes.load(reader)
-        self._digests = self.digests()
+        self._digests = self.held.digests()
 
     def close(self) -> None:
         """Release the arrays and restore JAX's settings."""
-        for name in ("train_state", "constants", "programs", "view", "_compiler"):
+        for name in ("held", "programs", "view", "_compiler"):
             vars(self).pop(name, None)
         precision.unpin(self._switches)
         gc.collect()

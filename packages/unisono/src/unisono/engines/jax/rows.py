@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_map_with_path
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax.model import key_from_bits
 from unisono.engines.jax.numerics import precision
 from unisono.protocols import resolve_features

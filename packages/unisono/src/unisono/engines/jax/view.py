@@ -4,39 +4,56 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax import state
-from unisono.engines.jax.batches import ColumnNames
+from unisono.engines.jax.batches import Batches, ColumnNames
 from unisono.engines.jax.forward import Columns, Forward
+from unisono.engines.jax.held_arrays import HeldArrays
 from unisono.engines.jax.parallel.mesh import Grid
+from unisono.engines.jax.programs import Programs
 from unisono.engines.observers import Array, ArrayGroup
 from unisono.runtime import rng
+from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
-
-if TYPE_CHECKING:
-    from unisono.engines.jax.engine import JaxEngine
 
 
 class JaxModelView:
     """The model of one process.
 
+    Args:
+        held: its arrays.
+        programs: of the run.
+        batches: puts micro-batches on devices.
+        communicator: with the other processes.
+        micro_batch: rows of one.
+        update: makes one update from gradients, at a step, with scheduled values.
+
     Attributes:
         gradients: by name, while a step is observed; else none.
     """
 
-    def __init__(self, engine: JaxEngine) -> None:
-        self._engine = engine
-        structure = engine.structure
+    def __init__(
+        self,
+        held: HeldArrays,
+        programs: Programs,
+        batches: Batches,
+        communicator: Communicator,
+        micro_batch: int,
+        update: Callable[[Mapping[str, Any], int, Mapping[str, float]], None],
+    ) -> None:
+        self._held, self._programs, self._batches, self._communicator = held, programs, batches, communicator
+        self._micro_batch, self._update = micro_batch, update
+        structure = programs.structure
         floats = [n for n in structure.names if jnp.issubdtype(structure.shapes[n].dtype, jnp.floating)]
         self.module = structure
         self.trainable = [name for name in floats if name in structure.trained]
@@ -47,21 +64,20 @@ class JaxModelView:
         self._scalars: Mapping[str, float] = {}
         self._step = 0
         self._pass: MicroBatch | None = None
-        self._programs: dict[Any, Any] = {}  # of one device, compiled once
+        self._compiled: dict[Any, Any] = {}  # programs of one device
 
     def whole(self, kind: ArrayGroup) -> dict[str, Array]:
         """Whole arrays by name, on rank 0; collective."""
         found = {name: self._whole(array) for name, array in self._arrays(kind).items()}
-        return found if self._engine.communicator.rank == 0 else {}
+        return found if self._communicator.rank == 0 else {}
 
     def _whole(self, array: jax.Array) -> Array:
         if not array.is_fully_replicated:
-            array = jax.jit(lambda a: a, out_shardings=self._engine.grid.replicated)(array)
+            array = jax.jit(lambda a: a, out_shardings=self._held.grid.replicated)(array)
         return np.asarray(array)
 
     def _arrays(self, kind: ArrayGroup) -> dict[str, Any]:
-        engine = self._engine
-        constants, trained = engine.constants, engine.train_state
+        constants, trained = self._held.constants, self._held.state
         match kind:
             case "parameters":
                 return {**trained.parameters, **{name: constants[name] for name in self.frozen}}
@@ -88,17 +104,17 @@ class JaxModelView:
 
     def learning_rates(self) -> list[float]:
         """The learning rate of every parameter group."""
-        scales = dict.fromkeys(self._engine.optimizer.chosen.values())
+        scales = dict.fromkeys(self._programs.optimizer.chosen.values())
         return [self._scalars["lr"] * one.lr_scale for one in scales]
 
     def find_differing_replicas(self) -> list[str]:
         """Arrays whose copies differ between devices; collective."""
-        differing = self._engine.find_differing()
+        differing = self._held.find_differing(self._held.digests())
         return [f"{name}: {devices}" for name, devices in differing.items()]
 
     def digests(self) -> dict[str, Any]:
         """Digests of all arrays; there is no mode and no random state that an evaluation could leave behind."""
-        return {"parameters": {name: value.tolist() for name, value in self._engine.digests().items()}}
+        return {"parameters": {name: value.tolist() for name, value in self._held.digests().items()}}
 
     def flatten(self, outputs: Any) -> dict[str, Array]:
         """The arrays of a pytree by name, in double precision."""
@@ -120,7 +136,7 @@ class JaxModelView:
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
-        if not self._engine.programs.features.has_local_loss:
+        if not self._programs.features.has_local_loss:
             return {}
         found = self._on_one_device(_term_sums, micro, micro.size, 0, scalars)
         return {name: float(value) for name, value in found.items()}
@@ -139,16 +155,16 @@ class JaxModelView:
 
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """The gradient of every term's sum over the micro-batch that observers are shown; see `ModelView`."""
-        engine, micro = self._engine, self._pass
-        if micro is None or engine.grid.devices > 1 or engine.train_state.carry:
+        micro = self._pass
+        if micro is None or self._held.grid.devices > 1 or self._held.state.carry:
             return {}
-        if not engine.programs.features.has_local_loss:
+        if not self._programs.features.has_local_loss:
             return {}
 
         def compute_gradients(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
             return jax.jacrev(lambda p: _term_sums(forward, p, constants, one, context))(dict(parameters))
 
-        rows = engine.split.micro_batch  # padded as in the step, so that the same is drawn
+        rows = self._micro_batch  # padded as in the step, so that the same is drawn
         found = self._on_one_device(compute_gradients, micro, rows, self._step, self._scalars, cached=True)
         return {
             term: {name: np.atleast_1d(np.asarray(value)) for name, value in gradients.items()}
@@ -168,35 +184,35 @@ class JaxModelView:
 
         It is traced each time (what draws outside of its key shows by that), unless it is the one that is `cached`.
         """
-        engine, names = self._engine, ColumnNames.from_micro_batch(micro)
-        forward = engine.programs.forward(True, scalars, names, Grid.single_device(jax.local_devices()[0]))
-        inputs = engine.programs.inputs(step, scalars, False, {})
+        names = ColumnNames.from_micro_batch(micro)
+        forward = self._programs.forward(True, scalars, names, Grid.single_device(jax.local_devices()[0]))
+        inputs = self._programs.inputs(step, scalars, False, {})
 
         def call(parameters: Any, constants: Any, one: Any, inputs: Any) -> Any:
             context = forward.context(one, inputs, carry=forward.carry(None, one, inputs))
             return compute(forward, parameters, constants, one, context)
 
-        given = engine.train_state.parameters, engine.constants, engine.batches.pad(micro, rows), inputs
+        given = self._held.state.parameters, self._held.constants, self._batches.pad(micro, rows), inputs
         if cached:
-            return self._programs.setdefault((names, *sorted(forward.static.items())), jax.jit(call))(*given)
+            return self._compiled.setdefault((names, *sorted(forward.static.items())), jax.jit(call))(*given)
         lowered = jax.jit(call).lower(*given)
         text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        if text not in self._programs:
-            self._programs[text] = lowered.compile()
-        return self._programs[text](*given)
+        if text not in self._compiled:
+            self._compiled[text] = lowered.compile()
+        return self._compiled[text](*given)
 
     def perturb(self, size: float, step: int = 0) -> None:
         """Change every parameter by a random relative change of at most this size, another one in every step."""
-        engine = self._engine
+        held, seed = self._held, self._programs.config.run.seed
 
         def changed(name: str, array: jax.Array) -> jax.Array:
             whole = self._whole(array)
-            change = rng.generator(engine.seed, "perturb", name, step).uniform(-size, size, whole.shape)
+            change = rng.generator(seed, "perturb", name, step).uniform(-size, size, whole.shape)
             return self._place(whole * (1 + change), array)
 
-        parameters = {name: changed(name, array) for name, array in engine.train_state.parameters.items()}
-        engine.constants |= {name: changed(name, engine.constants[name]) for name in self.frozen}
-        engine.train_state.parameters = parameters
+        parameters = {name: changed(name, array) for name, array in held.state.parameters.items()}
+        held.constants |= {name: changed(name, held.constants[name]) for name in self.frozen}
+        held.state.parameters = parameters
 
     def replace(self, arrays: Mapping[str, Array]) -> None:
         """Take whole arrays for all of the model, and begin its average with them; names that it has not are left.
@@ -204,9 +220,9 @@ class JaxModelView:
         Raises:
             ConfigError: for an array of the model that is missing or of another shape.
         """
-        engine = self._engine
-        for name in engine.structure.names:
-            shape, there = engine.structure.shapes[name].shape, arrays.get(name)
+        held, structure = self._held, self.module
+        for name in structure.names:
+            shape, there = structure.shapes[name].shape, arrays.get(name)
             if there is None or there.shape != shape:
                 what = "is missing" if there is None else f"has shape {there.shape}"
                 raise ConfigError(
@@ -216,19 +232,18 @@ class JaxModelView:
         def given(own: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {name: self._place(arrays[name], array) for name, array in own.items()}
 
-        engine.constants, engine.train_state.parameters = given(engine.constants), given(engine.train_state.parameters)
-        engine.train_state.average = given(engine.train_state.average)
+        held.constants, held.state.parameters = given(held.constants), given(held.state.parameters)
+        held.state.average = given(held.state.average)
 
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
         """Make one update from whole gradients, those not named being zero."""
-        engine = self._engine
         given = {
             name: self._place(np.asarray(gradients[name]).reshape(array.shape), array)
             if name in gradients
             else jnp.zeros_like(array)
-            for name, array in engine.train_state.parameters.items()
+            for name, array in self._held.state.parameters.items()
         }
-        engine.update_from(given, step, scalars)
+        self._update(given, step, scalars)
 
     def _place(self, whole: Array, like: jax.Array) -> jax.Array:
         """A whole array, which every process has, as it lies on the devices."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import Observer, StepResult
 from unisono.engines.protocol import EngineJob, ModelFacts

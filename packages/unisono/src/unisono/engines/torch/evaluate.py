@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import StepResult
 from unisono.engines.torch.numerics.buffers import restore_modes_on_exit

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.torch.devices import find_device, select_device
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.random_state import RandomState

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.nested import leaves, map_leaves
 from unisono.engines.peekable import Peekable
 from unisono.engines.torch.numerics import precision

@@ -20,7 +20,7 @@ from unisono.runtime.user_code import describe_error
 from unisono.task import Context, Loss, Task, run_setup
 
 if TYPE_CHECKING:
-    from unisono.data.loading.loader import MicroBatch
+    from unisono.data.loading.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unisono.data.loading.draws import find_drawing_lines, restore_global_generators
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.proof.diagnoses.predictions import is_equal
 from unisono.proof.probes.row_probe import probe_rows
 from unisono.proof.probes.state import TORCH, describe_state, digest_kept, find_kept, repeat_call

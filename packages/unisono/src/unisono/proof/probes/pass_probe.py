@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.data.loading.checksum import checksum
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import ModelView, Observer
 from unisono.proof.diagnoses.predictions import reproduces
 from unisono.proof.probes.state import describe_state, digest_kept

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.data.loading.draws import restore_global_generators
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.recording.trace import Array
 from unisono.task import Task

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.config.batch_split import BatchSplit, rows_of_sources
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.plan import Plan, StreamPlan, rows_of_micro_batches
 from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine

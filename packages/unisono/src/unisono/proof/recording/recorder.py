@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.nested import leaves
 from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.proof.recording.gradient_sample import sample_elements

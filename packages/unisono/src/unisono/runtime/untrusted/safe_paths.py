@@ -256,47 +256,6 @@ def copy_inside(folder: Path | str, name: object, target: Path) -> None:
                 made.write(part)
 
 
-def create_inside(folder: Path | str, name: str) -> None:
-    """Create an empty file in a folder, in which others may have put a link of that name.
-
-    Raises:
-        FileExistsError: If there is a regular file of that name.
-        UnsafePathError: If there is anything else.
-    """
-    with ExitStack() as opened:
-        at = _open_folder(folder, opened)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            os.close(os.open(name, flags, 0o666, dir_fd=at))
-        except FileExistsError:
-            mode = os.stat(name, dir_fd=at, follow_symlinks=False).st_mode
-            if not stat.S_ISREG(mode):
-                raise UnsafePathError(f"{folder}/{name} is {_describe_kind(mode)}; remove it") from None
-            raise
-
-
-def link_inside(folder: Path | str, name: object, target: Path) -> None:
-    """Give a file opened with `open_inside` a second name, which must not exist; copy it where that is impossible."""
-    with open_inside(folder, name) as source:
-        try:
-            # With a descriptor, which an absolute path ignores, Python follows the link that the path is.
-            os.link(path_of(source), target, src_dir_fd=source.fileno(), follow_symlinks=True)
-            return
-        except FileExistsError:
-            raise
-        except OSError:  # another file system, one without hard links, or a file of another user
-            pass
-    copy_inside(folder, name, target)
-
-
-def copy_folder(folder: Path | str, target: Path) -> None:
-    """Copy the files of a folder, without its subfolders, to a new folder; anything but a regular file is refused."""
-    target.mkdir(parents=True)
-    for name in sorted(os.listdir(folder)):  # noqa: PTH208 - names, not paths
-        if not stat.S_ISDIR(os.lstat(Path(folder, name)).st_mode):
-            copy_inside(folder, name, target / name)
-
-
 def is_inside(folder: Path | str, name: object) -> bool:
     """Whether `open_inside` would open a file; False if it is missing or refused."""
     try:
@@ -341,29 +300,6 @@ def named_folder(pattern: str) -> Path:
 def path_of(file: BufferedReader) -> str:
     """Return a path that leads to an open file, whatever becomes of its name, for libraries that accept only paths."""
     return f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else f"/dev/fd/{file.fileno()}"
-
-
-def destination(folder: Path, name: object) -> Path:
-    """Return where to write a file that an untrusted list names; parents are created, links on the way are refused.
-
-    Raises:
-        UnsafePathError: If the name leads elsewhere, or something other than a folder or file is in the way.
-    """
-    parts = components(folder, name)
-    path = folder
-    for number, part in enumerate(parts, start=1):
-        path = path / part
-        last = number == len(parts)
-        if not last:
-            with suppress(FileExistsError):
-                path.mkdir()
-        if os.path.lexists(path):
-            mode = os.lstat(path).st_mode
-            if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
-                raise UnsafePathError(
-                    f"{path} is {_describe_kind(mode)}, and nothing is written through it; move it away"
-                )
-    return path
 
 
 def components(folder: Path | str, name: object) -> list[str]:
@@ -461,7 +397,7 @@ def _open_checked(descriptor: int, shown: str) -> BufferedReader:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise UnsafePathError(f"{shown} is {_describe_kind(mode)}, not a file; it was not read")
+            raise UnsafePathError(f"{shown} is {describe_kind(mode)}, not a file; it was not read")
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -488,7 +424,8 @@ def _with_full_path(error: OSError, shown: str) -> OSError:
     return type(error)(error.errno, error.strerror, shown)
 
 
-def _describe_kind(mode: int) -> str:
+def describe_kind(mode: int) -> str:
+    """What a file of this mode is, in words."""
     kinds = (
         (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
         (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),

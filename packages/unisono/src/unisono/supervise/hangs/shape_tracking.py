@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.data.loading.batch_builder import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.runtime.heartbeat import NEW_SHAPE
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import StepResult
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.optim.sharded import local

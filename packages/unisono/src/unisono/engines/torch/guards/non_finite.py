@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.engines.torch.parts import EngineParts

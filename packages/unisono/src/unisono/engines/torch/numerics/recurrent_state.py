@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unisono.data.loading.loader import MicroBatch
+from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.protocol import EngineJob
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import saved_tensors
