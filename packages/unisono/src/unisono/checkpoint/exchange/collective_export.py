@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
-from threading import Event
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange import export
@@ -78,6 +77,6 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
 
 def _write(plan: export.Plan, temporary: Path, names: set[str], out: Path) -> None:
     try:
-        export.write(plan, temporary, names, Event())
+        export.write(plan, temporary, names)
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror or error}; the partial export was removed") from error

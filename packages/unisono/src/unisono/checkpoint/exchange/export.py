@@ -267,7 +267,7 @@ def _write_together(plan: Plan, folder: Path, shares: Sequence[list[str]]) -> No
             stopped.set()  # the first that fails, or Ctrl-C, ends the others
 
 
-def write(plan: Plan, folder: Path, names: set[str], stopped: Event) -> None:
+def write(plan: Plan, folder: Path, names: set[str], stopped: Event | None = None) -> None:
     """Write these files of a plan; once `stopped` is set, raise before the next block."""
     outputs = {output.entry.name: output for output in plan.form.outputs}
     converted: dict[str, Mapping[str, Tensor]] = {}  # the tensors that the last array was converted to
@@ -276,7 +276,7 @@ def write(plan: Plan, folder: Path, names: set[str], stopped: Event) -> None:
         output = outputs[entry.name]
         if output.convert is None:
             for piece in hf_shards.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
-                if stopped.is_set():
+                if stopped is not None and stopped.is_set():
                     raise CancelledError
                 yield _cast(plan.read(output.source, *piece), entry)
             return
@@ -284,8 +284,8 @@ def write(plan: Plan, folder: Path, names: set[str], stopped: Event) -> None:
             converted.clear()
             shape = plan.shapes[output.source]
             whole = _cast(plan.read(output.source, (0,) * len(shape), shape), entry)
-        with _CONVERTING:
-            converted[output.source] = output.convert(whole)
+            with _CONVERTING:
+                converted[output.source] = output.convert(whole)
         yield converted[output.source][entry.name]
 
     for file in plan.files:
