@@ -108,8 +108,8 @@ def bare(rank: int, world: int, seed: int, size: str, seconds: dict[str, float])
 def compare(rank: int, world: int, rounds: int, folder: Path, kind: str, size: str) -> dict:
     """Interleave the contenders, of which torch has one; returns seconds per step of each."""
     from unisono.config.resolved_run import ResolvedRun
-    from unisono.launch import layout, run_directory
     from unisono.launch.processes import rank_process
+    from unisono.launch.resolving import layout, run_directory
     from unisono.runtime.communication.communicator import ProcessInfo
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training

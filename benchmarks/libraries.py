@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from unisono.config import memory_fit
 from unisono.config.batch_split import divisors
 from unisono.data.sources import arrow, storage
 from unisono.data.sources.column_schema import ColumnRequest
+from unisono.launch.autobatch import memory_fit
 
 BATCHES, ROWS, LENGTH = 64, 32, 4096  # record batches, rows of each, bytes of a row
 

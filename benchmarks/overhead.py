@@ -104,8 +104,8 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     """Interleave the contenders; returns seconds per step of each, on rank 0."""
     from unisono.config.resolved_run import ResolvedRun
-    from unisono.launch import layout, run_directory
     from unisono.launch.processes import rank_process
+    from unisono.launch.resolving import layout, run_directory
     from unisono.runtime.communication.communicator import ProcessInfo
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training

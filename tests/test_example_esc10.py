@@ -14,7 +14,7 @@ import pytest
 
 import unisono
 from unisono.cli import main
-from unisono.config import recipes
+from unisono.config.code import recipes
 
 soundfile = pytest.importorskip("soundfile")
 ROOT = Path(__file__).parents[1] / "examples" / "esc10"

@@ -19,7 +19,7 @@ from recipes.language.tests.corpora import GROUPED, sentences, write_jsonl
 from recipes.microbiome.tests import made as studies
 from recipes.speech.tests import made as speech
 from unisono.cli import main
-from unisono.config import recipes
+from unisono.config.code import recipes
 
 Rows = list[dict[str, Any]]
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from unisono.config import references
+from unisono.config.code import references
 from unisono.proof import compare
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 

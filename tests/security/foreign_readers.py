@@ -219,7 +219,8 @@ def _pour(link: socket.socket, content: bytes) -> None:
 
 
 def _yaml() -> Reader:
-    from unisono.config import fingerprint, foreign_run
+    from unisono.config import fingerprint
+    from unisono.config.code import foreign_run
     from unisono.task_config import load_config
 
     def make(folder: Path) -> Path:

@@ -20,7 +20,7 @@ KERNEL = ("/proc/", "/sys/")
 PRIVATE = {
     # code that runs anyway, or that is installed with this program
     "cli.new": "the skeleton in this package", "proof.diagnoses.explain": "a page in this package",
-    "config.code_digest": "modules that run", "launch.processes.preloading":
+    "config.code.code_digest": "modules that run", "launch.processes.preloading":
     "modules that run", "runtime.entry_points": "which packages are installed",
     # files of the kernel
     "config.environment": "", "doctor.facts": "", "launch.autobatch.memory": "", "supervise.identity": "",

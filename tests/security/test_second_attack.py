@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unisono.config import foreign_run
+from unisono.config.code import foreign_run
 from unisono.data import ledger
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, DataError

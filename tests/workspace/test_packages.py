@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from unisono.config.recipes import EXTRAS
+from unisono.config.code.recipes import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = {

@@ -92,7 +92,8 @@ from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
-from unisono.launch import cluster, layout
+from unisono.launch import cluster
+from unisono.launch.resolving import layout
 from unisono.launch.processes import rank_process
 from unisono.optim.schedules import ScheduledScalars
 from unisono.task_config import build_task, load_config

@@ -15,8 +15,9 @@ import pytest
 
 from packages.unisono.tests.screen import check_widths
 from unisono.cli.main import main
-from unisono.launch import launcher, run_directory
+from unisono.launch import launcher
 from unisono.launch.launcher import Job
+from unisono.launch.resolving import run_directory
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.run_facts import read_run_facts
 from unisono.supervise.step_sync import StepSync

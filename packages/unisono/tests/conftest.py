@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unisono.cli.new import create_recipe
-from unisono.config.recipes import find_recipe
+from unisono.config.code.recipes import find_recipe
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.source_files import installed_packages
 

@@ -15,7 +15,7 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.security.runs import stranger
 from unisono import task_config
 from unisono.checkpoint.core import commit
-from unisono.config import recipes
+from unisono.config.code import recipes
 from unisono.engines.torch import devices
 from unisono.launch import start
 from unisono.launch.processes import local_processes

@@ -17,7 +17,7 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.security.runs import stranger
 from unisono.checkpoint.core import commit
 from unisono.cli import runs
-from unisono.config import own_runs
+from unisono.config.code import own_runs
 from unisono.supervise import run_lock, run_status
 
 LINEAR = f"{tasks.__file__}:LinearTask"

@@ -16,10 +16,10 @@ import pytest
 import unisono as face
 from packages.unisono.tests.tasks import TransformerTask
 from unisono.cli import verbs
-from unisono.config import recipes
+from unisono.config.code import recipes
+from unisono.config.code.recipes import Recipe
 from unisono.config.compose import ComposedConfig, compose
-from unisono.config.recipes import Recipe
-from unisono.launch.layout import resolve_layout
+from unisono.launch.resolving.layout import resolve_layout
 from unisono.launch.task_objects import with_engine
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import build_task, find_task, resolve_engine, validate_config

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import unisono
 from recipes.language.tests.corpora import DIFFICULT, overrides, sentences, word_level, write_jsonl
 from unisono.cli import main
-from unisono.launch.run import evaluate
+from unisono.launch.trained.run import evaluate
 from unisono.runtime.errors import ConfigError
 from unisono_language import by_source
 from unisono_language.settings import CorpusFiles

@@ -92,12 +92,12 @@ def test_the_model_in_training_gets_the_marks_that_its_export_gets_from_lm_eval_
     for metric in ("bits_per_byte", "word_perplexity"):
         assert ours[f"harness/likely/{metric}"] == pytest.approx(of_texts[f"{metric},none"], rel=1e-5)
         assert ours[f"harness/likely/{metric}"] < found["likely"][f"{metric},none"]
-    again = unisono.launch.run.evaluate(run, [f"eval.harness={tasks(tmp_path)}"])
+    again = unisono.launch.trained.run.evaluate(run, [f"eval.harness={tasks(tmp_path)}"])
     assert {name: again[name] for name in again if name.startswith("harness/")} == {
         name: ours[name] for name in ours if name.startswith("harness/")
     }
     with pytest.raises(unisono.UnisonoError, match="has no held-out rows"):  # a command runs what it names itself
-        unisono.launch.run.evaluate(run)
+        unisono.launch.trained.run.evaluate(run)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 import unisono
 from recipes.language.tests.corpora import sentences, trained, write_jsonl
 from unisono.config.schema.verbs import Export
-from unisono.launch.onnx_export import MODEL_FILE, export_onnx
+from unisono.launch.trained.onnx_export import MODEL_FILE, export_onnx
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

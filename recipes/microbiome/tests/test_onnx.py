@@ -10,7 +10,7 @@ import torch
 
 import unisono
 from unisono.config.schema.verbs import Export
-from unisono.launch.onnx_export import MODEL_FILE, export_onnx
+from unisono.launch.trained.onnx_export import MODEL_FILE, export_onnx
 from unisono_microbiome.predict import Predictor, predict_samples
 
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -13,7 +13,7 @@ from packages.unisono.tests.runs import Trace, assert_same, distance
 from packages.unisono.tests.runs import trace as torch_trace
 from recipes.puzzles.tests import test_task as of_torch
 from recipes.puzzles.tests.puzzles_for_tests import SUDOKU4, arrays_of, with_arrays
-from unisono.config.recipes import resolve_reference
+from unisono.config.code.recipes import resolve_reference
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.task import SampleContext

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from recipes.puzzles.tests.puzzles_for_tests import write_csv
-from unisono.config import fingerprint, recipes
-from unisono.launch import resolve
+from unisono.config import fingerprint
+from unisono.config.code import recipes
+from unisono.launch.resolving import resolve
 from unisono.optim.schedules import ScheduledScalars
 from unisono.task_config import build_task, load_config
 from unisono_puzzles.data.generate import sudokus

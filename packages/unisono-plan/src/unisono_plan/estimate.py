@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from unisono.config.memory_fit import usable_bytes
 from unisono.config.schema.layout import Layout
+from unisono.launch.autobatch.memory_fit import usable_bytes
 from unisono_plan.cost import CENTRAL, FAST, SLOW, StepTime, step_time
 from unisono_plan.hardware import Hardware
 from unisono_plan.recording import Collective, Kind, Phase, Trace, Work

@@ -14,8 +14,8 @@ from unisono.config.schema import Positive, Settings
 from unisono.config.schema.layout import Layout
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.micro_batch import MicroBatch
-from unisono.launch.layout import resolve_layout
 from unisono.launch.model.check import first_micro_batch
+from unisono.launch.resolving.layout import resolve_layout
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task, run_setup

@@ -12,8 +12,9 @@ from typing import Any
 from unisono.config import CONFIG_FILE, fingerprint
 from unisono.config.compose import ComposedConfig, Composer
 from unisono.config.schema.run import RunConfig
-from unisono.launch import launcher, preflight, run_directory
+from unisono.launch import launcher
 from unisono.launch.launcher import Hosts
+from unisono.launch.resolving import preflight, run_directory
 from unisono.optim import ema, schedules
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.text import join_names

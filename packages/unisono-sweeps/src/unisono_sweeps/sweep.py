@@ -10,8 +10,8 @@ from unisono.cli import elsewhere
 from unisono.config.compose import Composer
 from unisono.config.key_values import parse_settings
 from unisono.config.schema.run import Run
-from unisono.launch import run_directory
 from unisono.launch.launcher import Ended, Job, Launcher, describe_job
+from unisono.launch.resolving import run_directory
 from unisono.runtime.console import say, terminal_width
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.preparing import preparing

@@ -27,8 +27,8 @@ from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
-from unisono.launch import layout
 from unisono.launch.processes import preloading, rank_process
+from unisono.launch.resolving import layout
 from unisono.optim import schedules
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import UnisonoError

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.config import fingerprint, references
+from unisono.config import fingerprint
+from unisono.config.code import references
 from unisono.runtime.errors import ConfigError
 
 

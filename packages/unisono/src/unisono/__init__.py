@@ -13,7 +13,7 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
-    from unisono.config.recipes import Recipe
+    from unisono.config.code.recipes import Recipe
     from unisono.config.schema import Settings
     from unisono.config.schema.data import Data
     from unisono.config.schema.run import RunConfig
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from unisono.engines.torch.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
     from unisono.launch.result import RunResult
-    from unisono.launch.run import Run, load_model, load_weights, open_run, read_asset
     from unisono.launch.train import resume, train
+    from unisono.launch.trained.run import Run, load_model, load_weights, open_run, read_asset
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.recording.script_recorder import World
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "callback": ["Callback", "Evaluate", "RunInfo", "Save", "Stop"],
-    "config.recipes": ["Recipe"],
+    "config.code.recipes": ["Recipe"],
     "config.schema": ["Settings"],
     "config.schema.data": ["Data"],
     "config.schema.run": ["RunConfig"],
@@ -92,7 +92,7 @@ _HOMES = {
     "engines.torch.losses.pairwise_distances": ["pairwise_distances"],
     "engines.torch.train_state": ["count_parameters"],
     "evaluation.moments": ["moments", "summarise_moments"],
-    "launch.run": ["Run", "load_model", "load_weights", "open_run", "read_asset"],
+    "launch.trained.run": ["Run", "load_model", "load_weights", "open_run", "read_asset"],
     "launch.result": ["RunResult"],
     "launch.train": ["resume", "train"],
     "proof.scripts.function_proof": ["compare"],

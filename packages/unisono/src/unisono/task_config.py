@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import CONFIG_FILE, foreign_run, recipes, references, safe_yaml, validate
+from unisono.config import CONFIG_FILE, safe_yaml, validate
+from unisono.config.code import foreign_run, recipes, references
 from unisono.config.compose import GROUPS_DIR, ComposedConfig, apply_overrides, compose
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
@@ -37,7 +38,7 @@ def read_run(
 
     Args:
         folder: the run directory.
-        task: as for `unisono.config.foreign_run.resolve_task`, which decides what may be imported.
+        task: as for `unisono.config.code.foreign_run.resolve_task`, which decides what may be imported.
         overrides: settings that replace those of the run, as for `read_config`.
         trust: as for `resolve_task`.
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import unisono
+from unisono.config.code.recipes import config_folders
 from unisono.config.compose import ComposedConfig, compose
-from unisono.config.recipes import config_folders
 from unisono.runtime.errors import ConfigError
 
 OWN = "task.py:Anything"  # composing does not open the task's file

@@ -23,7 +23,7 @@ from packages.unisono.tests.launch import jobs
 from unisono.config.schema import Only, Settings
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout
+from unisono.launch.resolving import layout
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import load_config
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config import memory_fit
 from unisono.config.batch_split import divisors
+from unisono.launch.autobatch import memory_fit
 
 
 def search(

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from packages.unisono.tests import tasks
+from unisono.config.code.recipes import config_folders
 from unisono.config.compose import GROUPS_DIR, compose
 from unisono.config.json_schema import build_schema
-from unisono.config.recipes import config_folders
 from unisono.task_config import find_groups
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")

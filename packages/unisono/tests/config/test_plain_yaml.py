@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.exchange.export import read_adapter_settings
-from unisono.config import foreign_run, safe_yaml
+from unisono.config import safe_yaml
+from unisono.config.code import foreign_run
 from unisono.observe.trackers import show_samples
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.diagnose import diagnose_run

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import unisono
-from unisono.config import references
+from unisono.config.code import references
 from unisono.launch import task_objects
 from unisono.launch.notebook import cell_source
 from unisono.runtime import notebook

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.launch.class_columns import describe_classes
+from unisono.launch.trained.class_columns import describe_classes
 
 LOGITS = [[0.0, 3.0], [2.0, 0.0], [0.0, 1.0]]
 

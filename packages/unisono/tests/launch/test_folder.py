@@ -18,8 +18,8 @@ from packages.unisono.tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.config import fingerprint
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout, resolve, run_directory
-from unisono.launch.preflight import DataFacts
+from unisono.launch.resolving import layout, resolve, run_directory
+from unisono.launch.resolving.preflight import DataFacts
 from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import RunError
 from unisono.task import Task
@@ -286,8 +286,8 @@ def test_the_place_of_a_task_is_written_down_for_other_working_directories(here:
 HOLDING = """
 import sys, time
 from pathlib import Path
-from unisono.launch import layout, resolve, run_directory
-from unisono.launch.preflight import DataFacts
+from unisono.launch.resolving import layout, resolve, run_directory
+from unisono.launch.resolving.preflight import DataFacts
 with run_directory.hold_directory(Path("runs/a")):
     print("held", flush=True)
     time.sleep(60)

@@ -9,8 +9,8 @@ import pytest
 
 from packages.unisono.tests import tasks
 from packages.unisono.tests.launch.test_folder import check, checkpoint, config, make, refusal, written
-from unisono.config import foreign_run
-from unisono.launch.preflight import DataFacts
+from unisono.config.code import foreign_run
+from unisono.launch.resolving.preflight import DataFacts
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 from unisono.task_config import read_run
 

@@ -9,7 +9,7 @@ import pytest
 from packages.unisono.tests import tasks
 from packages.unisono.tests.configs import configured
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout as layouts
+from unisono.launch.resolving import layout as layouts
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 

@@ -13,9 +13,9 @@ import unisono
 from packages.unisono.tests.tasks import LinearTask
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
-from unisono.launch import onnx_export
-from unisono.launch.onnx_export import MODEL_FILE, export_onnx
-from unisono.launch.run import Run
+from unisono.launch.trained import onnx_export
+from unisono.launch.trained.onnx_export import MODEL_FILE, export_onnx
+from unisono.launch.trained.run import Run
 from unisono.runtime.errors import DataError, RunError
 from unisono.task import Context
 from unisono.task_config import load_config

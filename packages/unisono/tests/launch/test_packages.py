@@ -11,7 +11,7 @@ import unisono
 from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.launch.test_start import SHORT
 from unisono.launch import task_objects
-from unisono.launch.run import evaluate
+from unisono.launch.trained.run import evaluate
 from unisono.task_config import find_task
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from packages.unisono.tests.tasks import LinearTask
-from unisono.launch.class_columns import describe_classes
-from unisono.launch.predict import ColumnSelection, _to_list
+from unisono.launch.trained.class_columns import describe_classes
+from unisono.launch.trained.predict import ColumnSelection, _to_list
 from unisono.runtime.errors import ConfigError
 
 BATCH = {"x": np.zeros((2, 200), np.float32), "y": np.ones((2, 24), np.float32), "id": np.array([3.5, 4.5])}

@@ -12,8 +12,8 @@ from packages.unisono.tests.runs import configuration
 from packages.unisono.tests.tasks import LinearTask
 from unisono.engines.protocol import EngineJob
 from unisono.engines.torch import devices
-from unisono.launch import layout
 from unisono.launch.autobatch import probe
+from unisono.launch.resolving import layout
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 

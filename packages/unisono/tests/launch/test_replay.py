@@ -15,7 +15,7 @@ from unisono.cli import main
 from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
 from unisono.launch import cluster
-from unisono.launch.replay import REPLAYS, replay
+from unisono.launch.trained.replay import REPLAYS, replay
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 

@@ -16,10 +16,10 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.launch.test_folder import checkpoint
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout, resolve, run_directory
-from unisono.launch.preflight import DataFacts
 from unisono.launch.processes import local_processes, restart
 from unisono.launch.processes.local_processes import WorkerError
+from unisono.launch.resolving import layout, resolve, run_directory
+from unisono.launch.resolving.preflight import DataFacts
 from unisono.launch.start import read_outcome, start_run
 from unisono.observe.events import Events
 from unisono.runtime.communication.communicator import ProcessInfo

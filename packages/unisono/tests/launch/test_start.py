@@ -18,9 +18,10 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import layout, preflight, run_directory, start
+from unisono.launch import start
 from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
+from unisono.launch.resolving import layout, preflight, run_directory
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.task import run_setup

@@ -14,12 +14,12 @@ import pytest
 from packages.unisono.tests import configs
 from packages.unisono.tests.launch import jobs
 from unisono.cli import main
-from unisono.config import code_digest
+from unisono.config.code import code_digest
 from unisono.config.key_values import parse_settings
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import layout, preflight, resolve, run_directory
 from unisono.launch.processes import local_processes
+from unisono.launch.resolving import layout, preflight, resolve, run_directory
 from unisono.proof import case_process, certificate, prove
 from unisono.proof.cases import ProofSettings, build_cases
 from unisono.proof.comparison import ComparedQuantity

@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from packages.unisono.tests.proof.test_comparison import Change, trace
-from unisono.config import recipes
-from unisono.config.recipes import Recipe
+from unisono.config.code import recipes
+from unisono.config.code.recipes import Recipe
 from unisono.proof import engines
 from unisono.proof.cases import ProofSettings
 from unisono.proof.prove import plan_phases

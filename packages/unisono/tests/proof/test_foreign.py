@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from packages.unisono.tests.launch import jobs
-from unisono.config import references
+from unisono.config.code import references
 from unisono.launch.processes import local_processes
 from unisono.proof import Report, compare
 from unisono.proof.cases import Case

@@ -34,7 +34,7 @@ def test_a_collector_that_the_user_has_switched_off_stays_off() -> None:
 
 
 def test_the_way_to_the_first_step_imports_no_reader_of_files() -> None:
-    way = "import sys, unisono.launch.train, unisono.launch.preflight, unisono.training.parts; "
+    way = "import sys, unisono.launch.train, unisono.launch.resolving.preflight, unisono.training.parts; "
     done = subprocess.run(
         [sys.executable, "-c", way + "print({'pyarrow', 'fsspec', 'pandas', 'matplotlib'} & set(sys.modules))"],
         capture_output=True, text=True, check=True, timeout=120,

@@ -15,7 +15,7 @@ from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.exchange.export import export
 from unisono.config.schema.verbs import Export
-from unisono.launch.run import evaluate, open_run
+from unisono.launch.trained.run import evaluate, open_run
 from unisono.runtime.errors import CheckpointError
 
 TOKENS = "tokens/vocab.json"

@@ -25,12 +25,12 @@ from unisono.checkpoint.remote.object_store import ObjectError, ObjectStore
 from unisono.checkpoint.remote.restore import Restore
 from unisono.checkpoint.remote.upload_process import CheckpointUploader
 from unisono.cli import main
-from unisono.config import foreign_run
-from unisono.config.foreign_run import TrustError
+from unisono.config.code import foreign_run
+from unisono.config.code.foreign_run import TrustError
 from unisono.data.audit import audit
-from unisono.launch import layout, resolve
-from unisono.launch.replay import replay
-from unisono.launch.run import evaluate
+from unisono.launch.resolving import layout, resolve
+from unisono.launch.trained.replay import replay
+from unisono.launch.trained.run import evaluate
 from unisono.runtime.errors import RunError, UnisonoError
 from unisono.task_config import load_config, read_run
 

@@ -16,11 +16,11 @@ import yaml
 
 import unisono
 from packages.unisono.tests.security.runs import stranger
-from unisono.config import foreign_run, own_runs
-from unisono.config.foreign_run import TrustError, resolve_task
+from unisono.config.code import foreign_run, own_runs
+from unisono.config.code.foreign_run import TrustError, resolve_task
 from unisono.data.audit import audit
-from unisono.launch.replay import replay
-from unisono.launch.run import evaluate
+from unisono.launch.trained.replay import replay
+from unisono.launch.trained.run import evaluate
 
 TASK = """
 import unisono

@@ -21,7 +21,7 @@ import pytest
 from packages.unisono.tests.checkpoint.saved import save
 from packages.unisono.tests.launch import jobs
 from unisono.checkpoint.core import commit
-from unisono.launch import run_directory as runs
+from unisono.launch.resolving import run_directory as runs
 from unisono.runtime.errors import RunError, SaveError
 from unisono.supervise import identity, run_lock
 

@@ -17,7 +17,7 @@ from unisono.callback import Callback, CallbackResult, Evaluate, RunInfo, Save, 
 from unisono.checkpoint.core import commit
 from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
-from unisono.launch.preflight import preflight
+from unisono.launch.resolving.preflight import preflight
 from unisono.observe import events
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CallbackError, ConfigError

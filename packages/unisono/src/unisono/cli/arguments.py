@@ -25,7 +25,7 @@ def add_run(verb: argparse.ArgumentParser, text: str = "folder of the run") -> N
 
 
 def add_task_options(verb: argparse.ArgumentParser) -> None:
-    """The verb needs the task of a run, which the run itself must not choose; see `unisono.config.foreign_run`."""
+    """The verb needs the task of a run, which the run itself must not choose; see `unisono.config.code.foreign_run`."""
     verb.add_argument("--task", metavar="FILE.py:CLASS", help="the task of the run, if it is one of your own")
     verb.add_argument(
         "--trust", action="store_true", help="import the task from the file that the run names: runs its author's code"

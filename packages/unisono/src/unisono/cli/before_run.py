@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def check(parsed: argparse.Namespace) -> int:
     """Say whether a run can start, and what was not checked."""
-    from unisono.launch import resolve
     from unisono.launch.data_check import find_data_warnings
     from unisono.launch.model.check import check_model
+    from unisono.launch.resolving import resolve
     from unisono.task_config import build_task
 
     configured = arguments.load_config(parsed)
@@ -53,8 +53,8 @@ def check(parsed: argparse.Namespace) -> int:
 
 def describe(parsed: argparse.Namespace) -> int:
     """Print the layers of a model, or of a run's."""
-    from unisono.launch import layout
     from unisono.launch.model.summary import describe_model
+    from unisono.launch.resolving import layout
     from unisono.task_config import build_task, read_run
 
     if (Path(parsed.recipe) / CONFIG_FILE).is_file():  # a run is a task with settings
@@ -72,9 +72,9 @@ def describe(parsed: argparse.Namespace) -> int:
 
 def find_micro_batch(parsed: argparse.Namespace) -> int:
     """Find the largest micro-batch that fits."""
-    from unisono.launch import layout
     from unisono.launch.autobatch import search
-    from unisono.launch.preflight import preflight
+    from unisono.launch.resolving import layout
+    from unisono.launch.resolving.preflight import preflight
     from unisono.task_config import build_task
 
     configured = arguments.load_config(parsed)

@@ -73,7 +73,7 @@ def _print_code(parsed: argparse.Namespace) -> int:
 
 def _add_recipe_verbs(verbs: Any) -> None:
     """Verbs of recipes, which the command itself finds by the run that they are given."""
-    from unisono.config import recipes
+    from unisono.config.code import recipes
 
     known = {name: text for recipe in recipes.all_recipes().values() for name, (_, text) in recipe.verbs.items()}
     known |= {name: text for name, (_, text) in recipe_verbs.DEFAULTS.items()}
@@ -89,7 +89,7 @@ def _add_recipe_verbs(verbs: Any) -> None:
 
 def complete_recipe(prefix: str, **_: Any) -> list[str]:
     """Recipes, files of code, and folders on the way to one."""
-    from unisono.config import recipes
+    from unisono.config.code import recipes
 
     return [*recipes.recipe_names(), *_list_entries(prefix, lambda path: path.suffix == ".py")]
 
@@ -174,7 +174,7 @@ class _Settings:
     """
 
     def __init__(self, recipe: str | None, own: Path | None) -> None:
-        from unisono.config import recipes
+        from unisono.config.code import recipes
         from unisono.config.compose import GROUPS_DIR
 
         self._recipe, self._folders = recipe or "", [GROUPS_DIR, *([own] if own else [])]

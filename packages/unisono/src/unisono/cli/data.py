@@ -128,7 +128,7 @@ def _reshard(parsed: argparse.Namespace) -> int:
 def _preview(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import Preview
     from unisono.data import preview
-    from unisono.launch import layout
+    from unisono.launch.resolving import layout
     from unisono.task_config import build_task
 
     own = arguments.parse_settings(parsed, Preview)

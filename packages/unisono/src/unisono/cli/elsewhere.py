@@ -109,8 +109,8 @@ def _split_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(parsed: argparse.Namespace, name: str, command: Sequence[str], console: Path, hosts: Hosts | None) -> Job:
-    from unisono.launch import run_directory
     from unisono.launch.launcher import describe_job, resolve_layout
+    from unisono.launch.resolving import run_directory
 
     config = resolve_layout(arguments.load_config(parsed), hosts)
     run_directory.refuse_unusable(config)

@@ -35,12 +35,12 @@ def add_verbs(verbs: Any) -> None:
 def _export(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.exchange.export import export
     from unisono.config.schema.verbs import Export
-    from unisono.launch.run import load_model
+    from unisono.launch.trained.run import load_model
 
     words = arguments.parse_settings(parsed, Export)
     if words.to == "onnx":
-        from unisono.launch.onnx_export import export_onnx
-        from unisono.launch.run import open_run
+        from unisono.launch.trained.onnx_export import export_onnx
+        from unisono.launch.trained.run import open_run
 
         with preparing(f"exporting {parsed.folder}"):
             exported = export_onnx(open_run(parsed.folder, task=parsed.task, trust=parsed.trust), words)

@@ -19,7 +19,7 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.schema.run import RunConfig
-    from unisono.launch.resolve import StartCheck
+    from unisono.launch.resolving.resolve import StartCheck
     from unisono.runtime.errors import UnisonoError
 
 INTERRUPTED = 130  # the exit code
@@ -109,7 +109,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str], parsed: argpar
 
 def _first_words() -> str:
     """What to type first, for whoever types `unisono` alone."""
-    from unisono.config import recipes
+    from unisono.config.code import recipes
 
     names = recipes.recipe_names()
     example = "language" if "language" in names else next(iter(names), "")
@@ -313,7 +313,7 @@ def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
 
 
 def _prove(parsed: argparse.Namespace) -> int:
-    from unisono.launch import resolve, run_directory
+    from unisono.launch.resolving import resolve, run_directory
     from unisono.proof import certificate, prove, report, user_errors, verdict
     from unisono.proof.cases import QUICK, ProofSettings
     from unisono.runtime.untrusted import safe_paths
@@ -369,7 +369,7 @@ def _diagnose(parsed: argparse.Namespace) -> int:
 
 
 def _replay(parsed: argparse.Namespace) -> int:
-    from unisono.launch.replay import replay
+    from unisono.launch.trained.replay import replay
 
     replayed = replay(parsed.folder, parsed.first, parsed.last, task=parsed.task, trust=parsed.trust)
     say("\n".join(replayed.lines(parsed.folder)))
@@ -378,7 +378,7 @@ def _replay(parsed: argparse.Namespace) -> int:
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     with preparing(f"evaluating {parsed.folder}"):
-        from unisono.launch.run import evaluate
+        from unisono.launch.trained.run import evaluate
 
         folder = Path(str(parsed.folder).removeprefix("model.path="))  # of a model, as elsewhere
         values = evaluate(folder, parsed.overrides, task=parsed.task, trust=parsed.trust)

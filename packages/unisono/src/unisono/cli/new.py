@@ -44,7 +44,7 @@ def create_recipe(name: str, within: Path) -> Path:
     Raises:
         ConfigError: If the name is not a valid package name or belongs to another recipe, or the folder exists.
     """
-    from unisono.config import recipes
+    from unisono.config.code import recipes
     from unisono.runtime.errors import ConfigError
     from unisono.runtime.files import atomic_folder
 

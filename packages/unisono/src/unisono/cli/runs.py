@@ -56,7 +56,7 @@ def longer(folder: Path, steps: int) -> str:
     """
     from pydantic import TypeAdapter
 
-    from unisono.config import foreign_run
+    from unisono.config.code import foreign_run
     from unisono.config.schema.schedules import Schedule
     from unisono.optim.schedules import first_change
 

@@ -32,13 +32,13 @@ from unisono.runtime.preparing import preparing
 if TYPE_CHECKING:
     import inspect
 
-DEFAULTS = {"predict": ("unisono.launch.predict:predict", "write predictions of a trained model as a table")}
+DEFAULTS = {"predict": ("unisono.launch.trained.predict:predict", "write predictions of a trained model as a table")}
 _HELP = ("-h", "--help")
 
 
 def list_verbs() -> str:
     """List the recipes and their verbs for `unisono --help`, without importing their tasks."""
-    from unisono.config import recipes
+    from unisono.config.code import recipes
 
     lines = ["recipes and their verbs (see unisono VERB RUN --help):"]
     lines += [f"  {verb:<10} {'every task':<12} {text}" for verb, (_, text) in DEFAULTS.items()]
@@ -57,7 +57,8 @@ def replaces_core(words: Sequence[str]) -> bool:
     """Whether a run's recipe has its own `export`, which takes precedence; `to=FORM` selects the built-in one."""
     if words[0] != "export" or any(word.startswith("to=") for word in words):
         return False
-    from unisono.config import recipes, safe_yaml
+    from unisono.config import safe_yaml
+    from unisono.config.code import recipes
 
     # A word may be too long for a file name, for which `Path.is_file` raises an error.
     config = CONFIG_FILE
@@ -110,7 +111,7 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
 
 def _reference(target: str, task: str | None, trust: bool) -> str:
     """Return the task that a command is about: that of a run, if it may be imported, or the one named directly."""
-    from unisono.config import foreign_run, recipes, references
+    from unisono.config.code import foreign_run, recipes, references
 
     if (Path(target) / CONFIG_FILE).is_file():
         return foreign_run.resolve_task(Path(target), task, trust=trust)
@@ -137,7 +138,7 @@ def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any
 
 
 def _verbs_of(reference: str) -> Mapping[str, Any]:
-    from unisono.config import recipes, references
+    from unisono.config.code import recipes, references
 
     name = recipes.find_recipe_name(reference)
     if name is not None:
@@ -152,7 +153,7 @@ def _verbs_of(reference: str) -> Mapping[str, Any]:
 
 def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callable[..., Any]]]:
     """Return a verb's functions in all recipes that have it."""
-    from unisono.config import recipes
+    from unisono.config.code import recipes
 
     known = {name: recipe.verbs for name, recipe in recipes.all_recipes().items()}
     having = [(name, _import_function(verbs[verb][0])) for name, verbs in known.items() if verb in verbs]
@@ -166,7 +167,7 @@ def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callab
 
 def _refuse_misspelt(verb: str, core: Collection[str]) -> None:
     """Refuse a word that is nearly a verb, and none of any recipe."""
-    from unisono.config import recipes
+    from unisono.config.code import recipes
 
     own = {*DEFAULTS, *(name for recipe in recipes.all_recipes().values() for name in recipe.verbs)}
     hint = nearest(verb, [*own, *core])
@@ -181,7 +182,7 @@ def _suggest(verb: str, own: Collection[str], core: Collection[str]) -> str:
 
 
 def _import_function(reference: str) -> Callable[..., Any]:
-    from unisono.config import references
+    from unisono.config.code import references
 
     module, _, name = reference.rpartition(":")
     function: Callable[..., Any] = getattr(references.load_module(f"the verb {reference}", module), name)
@@ -192,7 +193,7 @@ def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list
     """Call a function with the arguments of a command, and with the opened run, whose task is `reference`."""
     import inspect
 
-    from unisono.launch.run import open_run
+    from unisono.launch.trained.run import open_run
 
     parameters = dict(inspect.signature(function).parameters)
     has_run = parameters.pop("run", None) is not None

@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from unisono.config import interpolation, precedence, recipes, references, safe_yaml
+from unisono.config import interpolation, precedence, safe_yaml
+from unisono.config.code import recipes, references
 from unisono.config.schema import store_options
 from unisono.runtime import secrets
 from unisono.runtime.console import say

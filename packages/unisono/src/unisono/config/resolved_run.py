@@ -15,8 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono.config import fingerprint, references
+from unisono.config import fingerprint
 from unisono.config.batch_split import BatchSplit, resolve_split
+from unisono.config.code import references
 from unisono.config.schema.layout import Layout
 from unisono.config.schema.run import RunConfig
 

@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 
 from unisono.doctor.facts import HostFacts
-from unisono.launch import layout
 from unisono.launch.processes import local_processes
+from unisono.launch.resolving import layout
 from unisono.runtime.errors import UnisonoError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from unisono.checkpoint.core import resume_point
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.config.resolved_run import ResolvedRun
-from unisono.launch import resolve
+from unisono.launch.resolving import resolve
 from unisono.observe import events
 from unisono.runtime.errors import (
     CheckpointError,

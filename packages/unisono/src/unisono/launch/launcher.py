@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout, run_directory
+from unisono.launch.resolving import layout, run_directory
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 

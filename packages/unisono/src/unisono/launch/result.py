@@ -73,7 +73,7 @@ class RunResult:
         Raises:
             RunError: If the run has no checkpoint.
         """
-        from unisono.launch.run import load_model
+        from unisono.launch.trained.run import load_model
 
         return load_model(self.folder, task=self.task)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.config import CONFIG_FILE, foreign_run, own_runs, safe_yaml
+from unisono.config import CONFIG_FILE, safe_yaml
+from unisono.config.code import foreign_run, own_runs
 from unisono.config.compose import ComposedConfig
 from unisono.runtime.errors import RunError
 from unisono.runtime.text import one_line

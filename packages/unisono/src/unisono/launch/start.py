@@ -21,13 +21,14 @@ from unisono.checkpoint.core import provenance
 from unisono.config.compose import ComposedConfig
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, exit_advice, interrupts, layout, preflight, resolve
+from unisono.launch import cluster, exit_advice, interrupts
 from unisono.launch.host import host_check, memory_allocators
 from unisono.launch.nodes import agreement, tcp_rendezvous
 from unisono.launch.notebook import bar
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
-from unisono.launch.resolve import Request, StartCheck
+from unisono.launch.resolving import layout, preflight, resolve
+from unisono.launch.resolving.resolve import Request, StartCheck
 from unisono.launch.task_objects import callback_entry, refuse_state
 from unisono.runtime.communication.communicator import Channel, Communicator, Json, ProcessInfo
 from unisono.runtime.communication.consensus import raise_everywhere, share_first

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.callback import Callback
-from unisono.config import recipes, references
+from unisono.config.code import recipes, references
 from unisono.config.compose import ComposedConfig, escape_interpolation
 from unisono.config.schema.run import RunConfig
 from unisono.launch.notebook import cell_source

@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from unisono.config import CONFIG_FILE, code_digest
+from unisono.config import CONFIG_FILE
 from unisono.config.batch_split import rows_of_sources
+from unisono.config.code import code_digest
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
-from unisono.launch import layout as layouts
 from unisono.launch.processes import rank_process
+from unisono.launch.resolving import layout as layouts
 from unisono.observe import logs
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.hangs import HangWatch

@@ -19,11 +19,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from unisono.config import code_digest, environment, fingerprint
+from unisono.config import environment, fingerprint
 from unisono.config.batch_split import resolve_split
+from unisono.config.code import code_digest
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import run_directory
+from unisono.launch.resolving import run_directory
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import Mark
 from unisono.proof.recording.trace import QUANTITIES

@@ -12,8 +12,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from unisono.config import recipes
 from unisono.config.batch_split import rows_of_sources
+from unisono.config.code import recipes
 from unisono.config.schema.run import RunConfig
 from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.comparison import MARGIN, ComparedQuantity, compare_traces, measure_distances

@@ -14,15 +14,16 @@ from typing import Any
 
 import yaml
 
-from unisono.config import CONFIG_FILE, code_digest, environment, fingerprint
+from unisono.config import CONFIG_FILE, environment, fingerprint
+from unisono.config.code import code_digest
 from unisono.config.compose import compose
 from unisono.config.key_values import parse_settings
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
-from unisono.launch.layout import threads_per_process
-from unisono.launch.preflight import preflight
 from unisono.launch.processes import local_processes, preloading
 from unisono.launch.processes.fork_server import ForkServer
+from unisono.launch.resolving.layout import threads_per_process
+from unisono.launch.resolving.preflight import preflight
 from unisono.launch.task_objects import reference_to, with_engine
 from unisono.proof import case_process, certificate, engines, judgement, report, verdict
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings, build_cases

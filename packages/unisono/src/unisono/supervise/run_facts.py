@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from unisono.config import CONFIG_FILE, foreign_run
+from unisono.config import CONFIG_FILE
+from unisono.config.code import foreign_run
 from unisono.observe import events
 from unisono.runtime.errors import DeadlineError, Preempted, RunError
 from unisono.runtime.text import one_line

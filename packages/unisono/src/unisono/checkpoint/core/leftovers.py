@@ -14,7 +14,8 @@ from pathlib import Path
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.retention import Retention
-from unisono.config import CONFIG_FILE, foreign_run
+from unisono.config import CONFIG_FILE
+from unisono.config.code import foreign_run
 from unisono.config.schema.run import Checkpoint
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX

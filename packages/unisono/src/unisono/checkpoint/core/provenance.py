@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.config import code_digest, environment, fingerprint
+from unisono.config import environment, fingerprint
+from unisono.config.code import code_digest
 from unisono.config.schema.run import RunConfig
 from unisono.engines import device_module
 from unisono.optim import schedules

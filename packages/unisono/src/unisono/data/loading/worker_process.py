@@ -80,7 +80,7 @@ def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> 
     if again:
         spawn.prepare(again)  # as multiprocessing does
     elif place is None and file is not None:  # of a notebook, whose cells no process can run again
-        from unisono.config import references
+        from unisono.config.code import references
 
         written = references.load_module(file, file)
         vars(sys.modules["__main__"]).update({n: v for n, v in vars(written).items() if not n.startswith("__")})
@@ -88,7 +88,7 @@ def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> 
         try:
             importlib.import_module(place)
         except ModuleNotFoundError:
-            from unisono.config import references
+            from unisono.config.code import references
 
             assert file is not None
             references.load_module(f"{file}:{place}", file)

@@ -26,7 +26,7 @@ from multiprocessing import spawn
 from queue import SimpleQueue
 from typing import Any
 
-from unisono.config import references
+from unisono.config.code import references
 from unisono.data.loading import ipc, worker_process
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.runtime.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.config import CONFIG_FILE, memory_fit
+from unisono.config import CONFIG_FILE
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
@@ -21,7 +21,7 @@ from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
 from unisono.launch import cluster
-from unisono.launch.autobatch import memory
+from unisono.launch.autobatch import memory, memory_fit
 from unisono.launch.autobatch.search import CURRENT_SIZE_FILE, REQUEST_FILE, RESULT_FILE
 from unisono.launch.processes import rank_process
 from unisono.optim import schedules

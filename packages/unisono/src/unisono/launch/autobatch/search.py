@@ -16,13 +16,14 @@ from typing import Any
 
 import yaml
 
-from unisono.config import CONFIG_FILE, code_digest, environment, fingerprint, memory_fit, references
+from unisono.config import CONFIG_FILE, environment, fingerprint
 from unisono.config.batch_split import divisors
+from unisono.config.code import code_digest, references
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import layout
-from unisono.launch.autobatch import memory
+from unisono.launch.autobatch import memory, memory_fit
 from unisono.launch.processes import local_processes
+from unisono.launch.resolving import layout
 from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, check_private, make_cache_folder, write_whole

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from unisono.config import references
+from unisono.config.code import references
 from unisono.config.compose import ComposedConfig
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import notebook

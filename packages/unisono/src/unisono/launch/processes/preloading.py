@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from unisono.config import recipes
+from unisono.config.code import recipes
 from unisono.runtime.errors import ConfigError
 
 PRELOADABLE = frozenset(

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from unisono.checkpoint.core import provenance
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, layout, resolve
+from unisono.launch import cluster
 from unisono.launch.nodes import network
 from unisono.launch.processes import fork_server
+from unisono.launch.resolving import layout, resolve
 from unisono.observe import logs
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess

@@ -10,10 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from unisono.config.resolved_run import ResolvedRun
-from unisono.launch import exit_advice, resolve
+from unisono.launch import exit_advice
 from unisono.launch.processes import local_processes
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.processes.local_processes import WorkerError
+from unisono.launch.resolving import resolve
 from unisono.observe import events
 from unisono.runtime.console import say
 from unisono.runtime.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError, UnisonoError

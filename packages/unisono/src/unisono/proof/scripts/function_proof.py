@@ -10,7 +10,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from unisono.config import code_digest, environment
+from unisono.config import environment
+from unisono.config.code import code_digest
 from unisono.launch import cluster
 from unisono.launch.task_objects import reference_to
 from unisono.proof import certificate, judgement

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from unisono.callback import Callback
-from unisono.config import references
+from unisono.config.code import references
 from unisono.config.schema.run import RunConfig
 from unisono.protocols import Illustrated
 from unisono.runtime.errors import ConfigError, nearest

@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
+from unisono.launch.resolving.layout import threads_per_process
 from unisono.proof import comparison, judgement, report, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference, Mark

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from unisono.config import references
+from unisono.config.code import references
 from unisono.engines.torch.numerics import precision
 from unisono.launch import cluster
 from unisono.launch.processes import rank_process

@@ -11,7 +11,8 @@ from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
 from unisono.checkpoint.remote.description import ASSETS
-from unisono.config import CONFIG_FILE, recipes
+from unisono.config import CONFIG_FILE
+from unisono.config.code import recipes
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
@@ -238,8 +239,8 @@ def evaluate(
     Raises:
         UnisonoError: As for `open_run`, for a run without a checkpoint, and for a task without held-out rows.
     """
-    from unisono.launch import resolve
     from unisono.launch.processes import rank_process
+    from unisono.launch.resolving import resolve
     from unisono.training import loop
 
     opened = open_run(folder, overrides, task=task, trust=trust)

@@ -22,7 +22,8 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from unisono.config import CONFIG_FILE, code_digest, recipes, references
+from unisono.config import CONFIG_FILE
+from unisono.config.code import code_digest, recipes, references
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole

@@ -1,7 +1,7 @@
 """Resolves every `auto` of the layout: how many processes, which strategy, which device.
 
 This is decided once, from the user's settings, this host, and what a launcher has already started. The micro-batch is
-resolved later (`unisono.launch.resolve`), since it may depend on what an earlier start of the run used.
+resolved later (`unisono.launch.resolving.resolve`), since it may depend on what an earlier start of the run used.
 """
 
 from __future__ import annotations

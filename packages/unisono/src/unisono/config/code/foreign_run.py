@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import CONFIG_FILE, fingerprint, own_runs, recipes, references, safe_yaml, validate
+from unisono.config import CONFIG_FILE, fingerprint, safe_yaml, validate
+from unisono.config.code import own_runs, recipes, references
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line

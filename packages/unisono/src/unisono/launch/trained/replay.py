@@ -21,11 +21,12 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import Checkpoint, parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint
-from unisono.config import CONFIG_FILE, fingerprint, references
+from unisono.config import CONFIG_FILE, fingerprint
+from unisono.config.code import references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, start
-from unisono.launch.run_directory import FILES, FINGERPRINT
+from unisono.launch.resolving.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, format_ranges
 from unisono.runtime.text import join_names

@@ -29,8 +29,8 @@ from unisono.data.order.mixture import Joined
 from unisono.data.views import Subset
 from unisono.engines.nested import leaves
 from unisono.engines.torch.transfer import Transfer
-from unisono.launch import predict
-from unisono.launch.run import Run
+from unisono.launch.trained import predict
+from unisono.launch.trained.run import Run
 from unisono.optim import schedules
 from unisono.protocols import Exportable, resolve_features
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError

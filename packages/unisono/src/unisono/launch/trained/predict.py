@@ -27,8 +27,8 @@ from unisono.data.order.grouped import plan_evaluation
 from unisono.data.order.mixture import Joined
 from unisono.data.table_files import check_table_suffix, write_table
 from unisono.engines import rules
-from unisono.launch.class_columns import describe_classes
-from unisono.launch.run import Run
+from unisono.launch.trained.class_columns import describe_classes
+from unisono.launch.trained.run import Run
 from unisono.optim import schedules
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, DataError

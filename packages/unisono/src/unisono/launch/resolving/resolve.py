@@ -18,7 +18,8 @@ from typing import Any
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.checkpoint.core.resume_point import NewestCheckpoint
 from unisono.checkpoint.remote import restore, upload
-from unisono.config import CONFIG_FILE, batch_split, fingerprint, foreign_run
+from unisono.config import CONFIG_FILE, batch_split, fingerprint
+from unisono.config.code import foreign_run
 from unisono.config.compose import ComposedConfig
 from unisono.config.resolved_run import (
     RESOLVED_FILE,
@@ -29,8 +30,9 @@ from unisono.config.resolved_run import (
     override_words,
 )
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, layout, preflight, run_directory
-from unisono.launch.preflight import DataFacts
+from unisono.launch import cluster
+from unisono.launch.resolving import layout, preflight, run_directory
+from unisono.launch.resolving.preflight import DataFacts
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
 from unisono.runtime.preparing import preparing

@@ -1,7 +1,7 @@
 """From the name of a task or callback to its module.
 
 A name is `path/to/file.py:Name`, or `package.module:Name`; of a file with one task, its path alone. That of a recipe is
-resolved to such a name by `unisono.config.recipes`.
+resolved to such a name by `unisono.config.code.recipes`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.config import references
+from unisono.config.code import references
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 

@@ -21,10 +21,11 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
 from unisono.checkpoint.remote.description import ASSETS
-from unisono.config import CONFIG_FILE, environment, fingerprint, foreign_run, own_runs
+from unisono.config import CONFIG_FILE, environment, fingerprint
+from unisono.config.code import foreign_run, own_runs
 from unisono.config.resolved_run import RESOLVED_FILE, ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.launch.preflight import DataFacts
+from unisono.launch.resolving.preflight import DataFacts
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole, write_with_backup
 from unisono.runtime.untrusted import safe_paths

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from unisono.config import recipes, references
+from unisono.config.code import recipes, references
 from unisono.runtime.source_files import PLUGIN_GROUPS, installed_packages, is_library_file
 
 
@@ -154,7 +154,7 @@ def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
 def _unisono_digests() -> dict[str, str]:
     """Of every source file of Unisono."""
     found: dict[str, str] = {}
-    waiting = [(str(Path(__file__).resolve().parents[1]), "unisono")]
+    waiting = [(str(Path(__file__).resolve().parents[2]), "unisono")]
     while waiting:
         folder, name = waiting.pop()
         with os.scandir(folder) as entries:

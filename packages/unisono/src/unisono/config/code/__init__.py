@@ -1,0 +1,1 @@
+"""Which code a configuration names, whose it is, and whether it is what it was."""

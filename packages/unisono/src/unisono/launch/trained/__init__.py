@@ -1,0 +1,1 @@
+"""A run's folder, opened to use what was trained."""
