@@ -39,11 +39,11 @@ from recipes.language.tests.chats import (
 from recipes.language.tests.kernels import distance
 from recipes.language.tests.test_packed import gradients
 from unisono.recipe_tools import PromoteToDouble
-from unisono_language.chat import ChatTemplate
-from unisono_language.conversations import Conversations, parse_conversation
+from unisono_language.data.chat import ChatTemplate
+from unisono_language.data.conversations import Conversations, parse_conversation
+from unisono_language.data.tokenizer import load_tokenizer
+from unisono_language.data.tokens import TokenStore, load_tokens
 from unisono_language.settings import ConversationFiles
-from unisono_language.tokenizer import load_tokenizer
-from unisono_language.tokens import TokenStore, load_tokens
 
 Row = dict[str, Any]
 

@@ -47,8 +47,8 @@ from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
+from unisono.engines.torch.state import sharded_tensors
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 PROCESSES, ROWS, PART = 2, 4, 8 << 20

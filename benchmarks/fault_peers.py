@@ -44,7 +44,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
-from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.state import sharded_tensors
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 
 WIDTH, LAYERS, SEED, PATIENCE = 512, 4, 7, 60.0

@@ -17,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from unisono.config.batch_split import divisors
-from unisono.data.sources import arrow, storage
+from unisono.data.sources import storage
 from unisono.data.sources.column_schema import ColumnRequest
+from unisono.data.sources.formats import arrow
 from unisono.launch.autobatch import memory_fit
 
 BATCHES, ROWS, LENGTH = 64, 32, 4096  # record batches, rows of each, bytes of a row

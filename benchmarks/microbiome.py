@@ -30,8 +30,9 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import unisono
 from unisono.task import Context, Loss
-from unisono_microbiome import losses, scoring
-from unisono_microbiome.predict import Predictor, predict_samples, scores
+from unisono_microbiome import losses
+from unisono_microbiome.evaluation import scoring
+from unisono_microbiome.evaluation.predict import Predictor, predict_samples, scores
 from unisono_microbiome.settings import LossWeights, MicrobiomeConfig, ModelSettings, Study
 from unisono_microbiome.study.library import Library
 from unisono_microbiome.task import Microbiome

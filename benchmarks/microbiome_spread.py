@@ -31,7 +31,7 @@ from sklearn.ensemble import RandomForestRegressor
 import unisono
 from benchmarks.microbiome import small, study, train
 from unisono import generator
-from unisono_microbiome.predict import Predictor, predict_samples
+from unisono_microbiome.evaluation.predict import Predictor, predict_samples
 from unisono_microbiome.rarefy import rarefy
 from unisono_microbiome.settings import MicrobiomeConfig
 from unisono_microbiome.study import diversity

@@ -148,7 +148,7 @@ def lognormal(documents: int) -> Lengths:
 
 
 def of_texts(folder: Path) -> Lengths:
-    from unisono_language.library import open_library
+    from unisono_language.data.library import open_library
     from unisono_language.settings import Corpus
 
     library = open_library(Corpus(kind="corpus", path=folder, separator="\n\n"), CAPACITIES[0], None)

@@ -50,7 +50,7 @@ def documents(path: Path, megabytes: float) -> None:
 
 def train(path: Path, folder: Path) -> None:
     """A tokenizer on the first documents."""
-    from unisono_language import tokenizer
+    from unisono_language.data import tokenizer
 
     with path.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for _, line in zip(range(500), lines, strict=False)]
@@ -64,10 +64,10 @@ def ours(path: Path, tokenizer: Path, out: Path, workers: int, kind: str) -> flo
     import tokenizers  # noqa: F401 - as the peer has it loaded before its time begins
 
     from unisono.data.prepare.preparation import prepare
+    from unisono_language.data.texts import Texts
+    from unisono_language.data.tokenizer import load_tokenizer
+    from unisono_language.data.tokens import TokenisePreparation
     from unisono_language.settings import CorpusFiles
-    from unisono_language.texts import Texts
-    from unisono_language.tokenizer import load_tokenizer
-    from unisono_language.tokens import TokenisePreparation
 
     began = time.perf_counter()
     preparation = TokenisePreparation(Texts.from_files(CorpusFiles(path=str(path))), load_tokenizer(tokenizer))

@@ -26,10 +26,10 @@ from scipy.stats import t as student
 import unisono
 import unisono_audio as audio
 import unisono_speech as speech_recipe
-from unisono_speech import labels, samples
+from unisono_speech.data import labels, samples
+from unisono_speech.data.labels import IGNORED, Row
+from unisono_speech.data.samples import Clip
 from unisono_speech.generate import Sampling, speak
-from unisono_speech.labels import IGNORED, Row
-from unisono_speech.samples import Clip
 from unisono_speech.show import write_wav
 from unisono_speech.task import Speech
 

@@ -25,7 +25,8 @@ import unisono
 from unisono import SampleContext, generator
 from unisono.checkpoint.core import commit
 from unisono.observe import events
-from unisono_speech import generate, labels
+from unisono_speech import generate
+from unisono_speech.data import labels
 from unisono_speech.task import Speech
 
 FRAMES = 40  # that are generated after each prompt

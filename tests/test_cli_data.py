@@ -53,7 +53,7 @@ def test_prepare_makes_shards_and_tells_what_they_hold(data: Command, here: Path
 def test_prepare_without_a_folder_fills_the_cache_that_training_reads(
     data: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from unisono_language import tokens
+    from unisono_language.data import tokens
 
     _, told, _ = data("prepare", "language", *CORPUS)
     assert told.startswith(str(here / "cache" / "language"))

@@ -25,7 +25,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import unisono_audio as audio
 from unisono import SampleContext, generator
-from unisono_speech import labels, settings
+from unisono_speech import settings
+from unisono_speech.data import labels
 from unisono_speech.task import Speech
 
 IGNORED = -100

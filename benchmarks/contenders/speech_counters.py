@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch.profiler import ProfilerActivity, profile
 
 import unisono
-from unisono_speech.samples import Clip
+from unisono_speech.data.samples import Clip
 
 READS = {"reads": 0, "samples": 0}
 

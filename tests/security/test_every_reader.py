@@ -21,7 +21,7 @@ PRIVATE = {
     # code that runs anyway, or that is installed with this program
     "cli.new": "the skeleton in this package", "proof.diagnoses.explain": "a page in this package",
     "config.code.code_digest": "modules that run", "launch.processes.preloading":
-    "modules that run", "runtime.entry_points": "which packages are installed",
+    "modules that run", "runtime.code.entry_points": "which packages are installed",
     # files of the kernel
     "config.environment": "", "doctor.facts": "", "launch.autobatch.memory": "", "supervise.identity": "",
     "supervise.processes": "",
@@ -40,9 +40,9 @@ PRIVATE = {
 }  # fmt: skip
 TOLD = {  # single functions
     "data.sources.storage.open_plain": "the stream that its argument is",
-    "data.sources.arrow.__init__": "`File.open`", "data.sources.arrow._batch": "`File.open`",
+    "data.sources.formats.arrow.__init__": "`File.open`", "data.sources.formats.arrow._batch": "`File.open`",
     **{
-        f"data.sources.parquet.{name}": "`File.open`, and what it gave"
+        f"data.sources.formats.parquet.{name}": "`File.open`, and what it gave"
         for name in ("_open_file", "block", "_parquet", "_check_size", "_check_footer")
     },
     "checkpoint.core.arrays._read_piece": "its own `read_bytes`",
@@ -60,7 +60,8 @@ NAMED = {  # who follows a link, and why the user has named that very file, or n
     "config.safe_yaml.check_yaml": "", "cli.script._parse": "", "cli.completion._of_file": "",
     "data.table_files.read_table": "", "checkpoint.exchange.hf_shards._open_file": "where no folder was named",
     "checkpoint.exchange.pickle_import._extract_tensors": "where no folder was named",
-    "observe.profile.read_trace": "written by this process", "data.sources.npy.map_array": "in the user's cache",
+    "observe.profile.read_trace": "written by this process",
+    "data.sources.formats.npy.map_array": "in the user's cache",
     "checkpoint.remote.object_store.send": "linked or copied by `safe_paths`",
     "checkpoint.remote.object_store.fetch": "of which only a hash is kept",
     "launch.notebook.cell_source.write": "which is compared alone",
@@ -68,19 +69,19 @@ NAMED = {  # who follows a link, and why the user has named that very file, or n
     "unisono_audio.sources.source._read_left_out": "", "unisono_audio.sources.metadata._read_delimited": "",
     "unisono_audio.sources.metadata._read_json": "", "unisono_audio.sources.metadata._read_json_lines": "",
     "unisono_audio.sources.scan._load_progress": "", "unisono_audio.sources.journal.read_journal": "",
-    "unisono_birdsong.evaluation.results._read": "", "unisono_language.chat.from_tokenizer": "",
+    "unisono_birdsong.evaluation.results._read": "", "unisono_language.data.chat.from_tokenizer": "",
     "unisono_language.generate._read_prompts": "",
-    "unisono_language.tokenizer._load": "or below a folder, by `check_link`",
+    "unisono_language.data.tokenizer._load": "or below a folder, by `check_link`",
     "unisono_language.task.save_assets": "the tokenizer that was read",
     "unisono_microbiome.study.artifacts._extract": "", "unisono_microbiome.study.artifacts._write_tsv": "just written",
     "unisono_microbiome.study.tree.root": "", "unisono_microbiome.study.table._read_biom": "",
     "unisono_microbiome.study.matrices._npz": "", "unisono_microbiome.study.matrices._h5": "",
     "unisono_microbiome.study.matrices._tsv": "", "unisono_microbiome.study.matrices._qza": "",
     "unisono_microbiome.study.sequences._parse_fasta": "", "unisono_puzzles.data.tables.read_puzzles": "",
-    "unisono_language.harness._task_name": "a YAML file that eval.harness names",
-    "unisono_speech.samples._file_digest": "as for `read`",
-    "unisono_speech.samples.read": "what a list names, which may be any recording", "unisono_speech.manifest._entries":
-    "",
+    "unisono_language.evaluation.harness._task_name": "a YAML file that eval.harness names",
+    "unisono_speech.data.samples._file_digest": "as for `read`",
+    "unisono_speech.data.samples.read": "what a list names, which may be any recording",
+    "unisono_speech.data.manifest._entries": "",
 }  # fmt: skip
 
 OWN_RECORDS = {  # who has written what they parse by themselves
@@ -97,8 +98,8 @@ OWN_RECORDS = {  # who has written what they parse by themselves
     # ranks of this run
     "engines.torch.parallel.process_group": "", "runtime.communication.collective_log": "",
     # rows of data and lists of samples, each of which is checked with a sentence of its own
-    "data.sources.lines": "", "unisono_audio.sources.archives": "", "unisono_audio.sources.metadata": "",
-    "unisono_language.conversations": "", "unisono_speech.manifest": "",
+    "data.sources.formats.lines": "", "unisono_audio.sources.archives": "", "unisono_audio.sources.metadata": "",
+    "unisono_language.data.conversations": "", "unisono_speech.data.manifest": "",
     "checkpoint.core.manifest": "by its format, then by its shape",
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ import pytest
 from unisono.config.code import foreign_run
 from unisono.data import ledger
 from unisono.observe import events
+from unisono.runtime.display.text_table import format_table
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.runtime.text_table import format_table
 from unisono.runtime.untrusted import safe_paths
 from unisono_sweeps import search, study
 

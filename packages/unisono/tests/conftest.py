@@ -12,8 +12,8 @@ import pytest
 
 from unisono.cli.new import create_recipe
 from unisono.config.code.recipes import find_recipe
-from unisono.runtime.entry_points import find_entry_points
-from unisono.runtime.source_files import installed_packages
+from unisono.runtime.code.entry_points import find_entry_points
+from unisono.runtime.code.source_files import installed_packages
 
 CONFIG = """\
 defaults:

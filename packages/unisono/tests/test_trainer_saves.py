@@ -21,7 +21,7 @@ from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import RunConfig
 from unisono.engines.state import ArrayShard
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, DataError, NonFiniteError, SaveError
 from unisono.task import Task

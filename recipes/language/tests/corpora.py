@@ -17,12 +17,12 @@ from unisono.checkpoint.core import assets, commit, manifest
 from unisono.data.prepare import shards
 from unisono.data.prepare.preparation import Made, prepare
 from unisono.runtime.files import cache_dir
-from unisono_language import tokens
+from unisono_language.data import tokens
+from unisono_language.data.texts import Texts
+from unisono_language.data.tokenizer import Tokenizer, train_tokenizer
+from unisono_language.data.tokens import TokenStore
 from unisono_language.settings import Corpus, EmbeddedDocuments, FromConfig, LanguageConfig
 from unisono_language.task import Language
-from unisono_language.texts import Texts
-from unisono_language.tokenizer import Tokenizer, train_tokenizer
-from unisono_language.tokens import TokenStore
 
 DIFFICULT = [
     "The first document.\nIt has two lines.\n",

@@ -28,11 +28,11 @@ from recipes.language.tests.chats import (
     write_rows,
 )
 from unisono.runtime.errors import ConfigError, DataError
-from unisono_language.chat import ChatTemplate
-from unisono_language.conversations import parse_conversation
+from unisono_language.data.chat import ChatTemplate
+from unisono_language.data.conversations import parse_conversation
+from unisono_language.data.tokenizer import load_tokenizer
 from unisono_language.settings import Chat
 from unisono_language.task import IGNORED, Language
-from unisono_language.tokenizer import load_tokenizer
 
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ import pytest
 from packages.unisono.tests.checkpoint import stores
 from recipes.language.tests.corpora import DIFFICULT, corpus, write_jsonl
 from unisono.runtime.errors import DataError
-from unisono_language import texts as documents
+from unisono_language.data import texts as documents
 
 
 def texts(*paths: Path, pattern: str = "*", split: str | None = None, **how: str) -> list[str]:

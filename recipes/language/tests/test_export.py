@@ -23,14 +23,14 @@ from unisono.checkpoint.exchange.export import _plan_model, find_checkpoint, rea
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
-from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.lora import Adapter
-from unisono.engines.torch.sharded_tensors import load, model_tensors
+from unisono.engines.torch.state import saved_tensors
+from unisono.engines.torch.state.sharded_tensors import load, model_tensors
 from unisono.runtime.errors import ConfigError, Preempted
 from unisono.task_config import read_run
+from unisono_language.data.tokenizer import Tokenizer
 from unisono_language.model import build_model
 from unisono_language.settings import Pretrained
-from unisono_language.tokenizer import Tokenizer
 
 TOKENS = torch.arange(3, 67).reshape(2, 32)
 QUIET = {"bos_token_id": None, "eos_token_id": None}  # else the defaults lie outside of a small vocabulary

@@ -11,9 +11,9 @@ import tokenizers
 
 from unisono import DataError
 from unisono.recipe_tools import safe_paths
-from unisono_language import tokenizer as module
-from unisono_language.chat import ChatTemplate
-from unisono_language.tokenizer import Tokenizer, load_tokenizer
+from unisono_language.data import tokenizer as module
+from unisono_language.data.chat import ChatTemplate
+from unisono_language.data.tokenizer import Tokenizer, load_tokenizer
 
 HONEST: dict[str, Any] = {
     "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,

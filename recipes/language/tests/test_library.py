@@ -24,13 +24,13 @@ from unisono.data.prepare.reshard import reshard
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import generator
 from unisono.task import SampleContext
-from unisono_language import tokenizer
-from unisono_language.library import OnTheFlyTexts, open_library, preparations
+from unisono_language.data import tokenizer
+from unisono_language.data.library import OnTheFlyTexts, open_library, preparations
+from unisono_language.data.texts import Texts
+from unisono_language.data.tokenizer import Tokenizer, load_tokenizer
+from unisono_language.data.tokens import TokenisePreparation
 from unisono_language.settings import Corpus, LanguageConfig, PreparedDocuments
 from unisono_language.task import Language
-from unisono_language.texts import Texts
-from unisono_language.tokenizer import Tokenizer, load_tokenizer
-from unisono_language.tokens import TokenisePreparation
 
 CONTEXT = SampleContext(generator("not used"), training=True)
 

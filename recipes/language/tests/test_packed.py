@@ -30,7 +30,8 @@ from unisono.data.order.packed_plan import PackedPlan, lookup_lengths
 from unisono.engines.torch.numerics import precision as precisions
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, SampleContext
-from unisono_language import kernels, packed
+from unisono_language import kernels
+from unisono_language.data import packed
 from unisono_language.settings import Corpus, LanguageConfig
 from unisono_language.task import IGNORED, Language
 

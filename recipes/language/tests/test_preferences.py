@@ -27,7 +27,7 @@ from unisono.cli import main
 from unisono.recipe_tools import PromoteToDouble
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Context
-from unisono_language import preferences
+from unisono_language.data import preferences
 from unisono_language.generate import generate
 from unisono_language.task import Language
 

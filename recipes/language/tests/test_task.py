@@ -18,7 +18,7 @@ from unisono.data.prepare import Windows
 from unisono.launch import train
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import DataError, KernelError
-from unisono_language import tokens
+from unisono_language.data import tokens
 from unisono_language.settings import Corpus, LanguageConfig, Pretrained
 from unisono_language.task import IGNORED, Language
 

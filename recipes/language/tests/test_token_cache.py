@@ -16,9 +16,9 @@ from tokenizers import models
 
 from recipes.language.tests.corpora import corpus, decoded, sentences, tokenised, word_level, write_jsonl
 from unisono.runtime.errors import DataError
-from unisono_language import tokenizer, tokens
+from unisono_language.data import tokenizer, tokens
+from unisono_language.data.tokens import TokenStore
 from unisono_language.settings import Corpus
-from unisono_language.tokens import TokenStore
 
 
 def test_the_second_time_the_cache_is_used(small: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

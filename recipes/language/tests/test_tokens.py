@@ -35,9 +35,9 @@ from unisono.data.prepare import Windows, shards
 from unisono.data.prepare.manifest import build_manifest
 from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.runtime.errors import DataError
-from unisono_language import tokenizer, tokens
+from unisono_language.data import tokenizer, tokens
+from unisono_language.data.tokens import TokenStore
 from unisono_language.settings import Corpus, EmbeddedDocuments
-from unisono_language.tokens import TokenStore
 
 
 def with_token(folder: Path, document: int, token: int, dtype: str) -> None:
@@ -86,7 +86,7 @@ def test_more_documents_than_one_call_of_the_tokenizer_takes_keep_their_order(tm
 
 
 def test_the_embedded_corpus_is_the_standard_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from unisono_language import texts as documents
+    from unisono_language.data import texts as documents
 
     found = documents.standard_library()
     few = documents.sources.Found(tuple(file for file in found.files if file.name.startswith("json/")))

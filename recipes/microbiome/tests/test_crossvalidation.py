@@ -17,7 +17,7 @@ from recipes.microbiome.tests.made import TINY, data
 from unisono import RunResult
 from unisono.cli import main
 from unisono.supervise.step_sync import AS_REQUESTED
-from unisono_microbiome.crossvalidation import (
+from unisono_microbiome.evaluation.crossvalidation import (
     combine,
     find_half_width,
     measure_coverage,
@@ -27,7 +27,7 @@ from unisono_microbiome.crossvalidation import (
     tabulate,
     write_predictions,
 )  # fmt: skip
-from unisono_microbiome.predict import PredictedTarget, Predictions, write
+from unisono_microbiome.evaluation.predict import PredictedTarget, Predictions, write
 from unisono_microbiome.study.library import open_library
 from unisono_microbiome.study.simulate import simulate_study
 

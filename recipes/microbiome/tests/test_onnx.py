@@ -11,7 +11,7 @@ import torch
 import unisono
 from unisono.config.schema.verbs import Export
 from unisono.launch.trained.onnx_export import MODEL_FILE, export_onnx
-from unisono_microbiome.predict import Predictor, predict_samples
+from unisono_microbiome.evaluation.predict import Predictor, predict_samples
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

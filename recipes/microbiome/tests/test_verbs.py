@@ -17,8 +17,8 @@ import unisono
 from recipes.microbiome.tests.made import TINY, data, task
 from unisono.cli import main
 from unisono.runtime.errors import ConfigError, DataError
-from unisono_microbiome import attention, plots, residuals, scoring
-from unisono_microbiome.predict import Predictions, Predictor, predict_samples, scores
+from unisono_microbiome.evaluation import attention, plots, residuals, scoring
+from unisono_microbiome.evaluation.predict import Predictions, Predictor, predict_samples, scores
 from unisono_microbiome.study.library import open_library
 from unisono_microbiome.study.simulate import simulate_study
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from unisono import SampleContext, generator
-from unisono_speech import voices
-from unisono_speech.labels import Row
+from unisono_speech.data import voices
+from unisono_speech.data.labels import Row
 from unisono_speech.settings import Embedded, FromConfig, KMeans, SpeechConfig
 from unisono_speech.task import Speech
 

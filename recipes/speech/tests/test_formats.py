@@ -12,9 +12,9 @@ import pytest
 
 from recipes.speech.tests import made
 from unisono import DataError
-from unisono_speech import folder, manifest
-from unisono_speech.library import Library
-from unisono_speech.samples import Clip
+from unisono_speech.data import folder, manifest
+from unisono_speech.data.library import Library
+from unisono_speech.data.samples import Clip
 from unisono_speech.settings import Embedded, Folder, Manifest
 
 

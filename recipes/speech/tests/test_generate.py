@@ -13,10 +13,10 @@ import torch
 import unisono
 from recipes.speech.tests import made
 from unisono import Context, RunError, RunInfo
-from unisono_speech import labels, samples, voices
+from unisono_speech.data import labels, samples, voices
+from unisono_speech.data.labels import IGNORED
+from unisono_speech.data.samples import Conversation, Message, Utterance
 from unisono_speech.generate import Sampling, generate, speak
-from unisono_speech.labels import IGNORED
-from unisono_speech.samples import Conversation, Message, Utterance
 from unisono_speech.show import Show
 from unisono_speech.task import Speech
 
@@ -211,7 +211,7 @@ def test_exports_load_in_transformers_and_peft_and_speak_alike(run: Path, tmp_pa
     said = speak(ours, task, [row], GREEDY, 10)[0][0]
     merged = HiggsAudioV2ForConditionalGeneration.from_pretrained(tmp_path / "merged").eval()
     assert np.array_equal(speak(merged, task, [row], GREEDY, 10)[0][0], said)
-    from unisono.engines.torch.train_state import build_model
+    from unisono.engines.torch.state.train_state import build_model
 
     base = build_model(task.build, opened.config.run.seed)
     untrained = {name: value.clone() for name, value in base.named_parameters()}

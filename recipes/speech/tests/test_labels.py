@@ -15,9 +15,9 @@ from transformers import HiggsAudioV2Processor
 
 from recipes.speech.tests import made
 from unisono import Context
-from unisono_speech import labels, samples, tokens
-from unisono_speech.labels import IGNORED, Stream
-from unisono_speech.samples import Clip, Conversation, Message
+from unisono_speech.data import labels, samples, tokens
+from unisono_speech.data.labels import IGNORED, Stream
+from unisono_speech.data.samples import Clip, Conversation, Message
 
 STREAM = Stream(8, 8, 9)
 CLIP = Clip("clip", voice=(0, "ba", 0))

@@ -11,10 +11,11 @@ import pytest
 import unisono_audio as audio
 from recipes.speech.tests import made
 from unisono import ConfigError, DataError, SampleContext, generator
-from unisono_speech import codec, library, samples, voices
+from unisono_speech import codec
 from unisono_speech.codec import KMeansCodec
-from unisono_speech.library import Library
-from unisono_speech.samples import Clip, same_recording
+from unisono_speech.data import library, samples, voices
+from unisono_speech.data.library import Library
+from unisono_speech.data.samples import Clip, same_recording
 from unisono_speech.settings import Embedded, Folder, Higgs, KMeans
 
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import speech_ljspeech
 from recipes.speech.tests import made
 from unisono.observe import events
-from unisono_speech import folder
-from unisono_speech.library import Library
+from unisono_speech.data import folder
+from unisono_speech.data.library import Library
 from unisono_speech.settings import Folder
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

@@ -13,8 +13,8 @@ from recipes.speech.tests import made
 from unisono import ConfigError, Context, count_parameters
 from unisono.config.schema.run import Lora
 from unisono.engines.torch.lora import Adapter
-from unisono_speech.labels import IGNORED
-from unisono_speech.samples import Conversation, Message
+from unisono_speech.data.labels import IGNORED
+from unisono_speech.data.samples import Conversation, Message
 from unisono_speech.settings import Embedded, KMeans, Pretrained, SpeechConfig
 from unisono_speech.task import Speech
 

@@ -21,7 +21,7 @@ from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.optim import schedules
 from unisono.task import Loss
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from packages.unisono.tests.pairs import Paired
 from tests.proofs.zoo.making import FAULTS, Fault, fault, nothing, wrapping
 from unisono.data.loading.loader import Loader
-from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics import cross_sample
 from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.ema import MovingAverage
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.numerics.random_state import RandomState
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state import sharded_tensors
+from unisono.engines.torch.state.train_state import TrainState
 
 # buffers, metrics, evaluation -----------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from unisono.engines.torch.numerics.ema import MovingAverage
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.optim import schedules
 from unisono.proof import judgement
 from unisono.proof.cases import Case

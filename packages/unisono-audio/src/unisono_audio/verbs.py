@@ -41,7 +41,7 @@ def _add(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: 
 
 
 def _scan(parsed: argparse.Namespace) -> int:
-    from unisono.runtime.work_progress import show_progress
+    from unisono.runtime.display.work_progress import show_progress
     from unisono_audio.sources import open_recordings
     from unisono_audio.sources.scan import scan
     from unisono_audio.verb_settings import Scan
@@ -73,8 +73,8 @@ def _scan(parsed: argparse.Namespace) -> int:
 
 def _audio_cache(parsed: argparse.Namespace) -> int:
     from unisono.runtime.communication.communicator import usable_cores
+    from unisono.runtime.display.work_progress import show_progress
     from unisono.runtime.errors import BadSamplesError, DataError
-    from unisono.runtime.work_progress import show_progress
     from unisono_audio import Fbank, Pipeline
     from unisono_audio.sources import open_recordings
     from unisono_audio.sources.decoded_cache import cut_rows, make_cache

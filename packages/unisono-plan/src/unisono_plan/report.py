@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from unisono.config.schema.layout import Layout
-from unisono.runtime.text_table import format_table
+from unisono.runtime.display.text_table import format_table
 from unisono_plan.estimate import RESERVED, Estimate
 from unisono_plan.plan import Plan
 from unisono_plan.recording import Collective, Kind

@@ -48,12 +48,12 @@ from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.engines.torch.step import TrainStep
-from unisono.engines.torch.train_state import TrainState
 from unisono.optim.schedules import ScheduledScalars
+from unisono.runtime.code.source_files import is_user_file
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
-from unisono.runtime.source_files import is_user_file
 from unisono.task import Task
 from unisono_plan.recording import Trace
 from unisono_plan.torch_recorder import READ, Pause, Recorder

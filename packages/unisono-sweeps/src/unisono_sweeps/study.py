@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from unisono.config.schema import Settings
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono_sweeps.axes import Space

@@ -13,10 +13,10 @@ from unisono.config.schema.run import Run
 from unisono.launch.launcher import Ended, Job, Launcher, describe_job
 from unisono.launch.resolving import run_directory
 from unisono.runtime.console import say, terminal_width
+from unisono.runtime.display.preparing import preparing
+from unisono.runtime.display.text_table import format_table
 from unisono.runtime.errors import ConfigError
-from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_bytes, one_line
-from unisono.runtime.text_table import format_table
 from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Variant, list_variants, shorten_keys
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs

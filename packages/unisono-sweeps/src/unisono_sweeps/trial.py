@@ -30,9 +30,9 @@ from unisono.engines.protocol import EngineJob
 from unisono.launch.processes import preloading, rank_process
 from unisono.launch.resolving import layout
 from unisono.optim import schedules
+from unisono.runtime.code.user_code import format_user_error
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import UnisonoError
-from unisono.runtime.user_code import format_user_error
 from unisono.task_config import build_task, load_config
 
 _STEPS = 3  # of which the fastest counts; the engine has warmed up before

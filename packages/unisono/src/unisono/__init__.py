@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unisono.engines import choose_kernel
     from unisono.engines.torch.losses.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
     from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
-    from unisono.engines.torch.train_state import count_parameters
+    from unisono.engines.torch.state.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
     from unisono.launch.result import RunResult
     from unisono.launch.train import resume, train
@@ -90,7 +90,7 @@ _HOMES = {
     "engines": ["choose_kernel"],
     "engines.torch.losses.linear_cross_entropy": ["linear_cross_entropy", "logits_cross_entropy"],
     "engines.torch.losses.pairwise_distances": ["pairwise_distances"],
-    "engines.torch.train_state": ["count_parameters"],
+    "engines.torch.state.train_state": ["count_parameters"],
     "evaluation.moments": ["moments", "summarise_moments"],
     "launch.trained.run": ["Run", "load_model", "load_weights", "open_run", "read_asset"],
     "launch.result": ["RunResult"],

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from unisono.checkpoint.exchange import hf_config
     from unisono.engines.torch.content import has_content, real_tensors
     from unisono.engines.torch.numerics.precision import PromoteToDouble
+    from unisono.runtime.code.entry_points import import_extra
+    from unisono.runtime.code.native_errors import wrap_native_errors
     from unisono.runtime.console import say
-    from unisono.runtime.entry_points import import_extra
+    from unisono.runtime.display.preparing import preparing
+    from unisono.runtime.display.work_progress import show_progress
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
     from unisono.runtime.files import atomic_file, cache_entry, make_private, pickle_hint, write_whole
-    from unisono.runtime.native_errors import wrap_native_errors
-    from unisono.runtime.preparing import preparing
     from unisono.runtime.untrusted import safe_paths
     from unisono.runtime.untrusted.hdf5 import check_hdf5
-    from unisono.runtime.work_progress import show_progress
 
 _HOME = {
     "PromoteToDouble": "engines.torch.numerics.precision",
@@ -33,16 +33,16 @@ _HOME = {
     "format_share": "runtime.errors",
     "has_content": "engines.torch.content",
     "hf_config": "checkpoint.exchange",
-    "import_extra": "runtime.entry_points",
+    "import_extra": "runtime.code.entry_points",
     "make_private": "runtime.files",
     "nearest": "runtime.errors",
     "pickle_hint": "runtime.files",
-    "preparing": "runtime.preparing",
+    "preparing": "runtime.display.preparing",
     "real_tensors": "engines.torch.content",
     "safe_paths": "runtime.untrusted",
     "say": "runtime.console",
-    "show_progress": "runtime.work_progress",
-    "wrap_native_errors": "runtime.native_errors",
+    "show_progress": "runtime.display.work_progress",
+    "wrap_native_errors": "runtime.code.native_errors",
     "write_whole": "runtime.files",
 }
 _MODULES = ["hf_config", "safe_paths"]  # names that are modules themselves

@@ -14,7 +14,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import saved_tensors
+from unisono.engines.torch.state import saved_tensors
 from unisono.runtime.communication.communicator import SingleProcess
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "manifest.json")

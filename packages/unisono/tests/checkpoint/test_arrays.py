@@ -19,7 +19,7 @@ from packages.unisono.tests.checkpoint.saved import flip_bit
 from unisono.checkpoint.core import arrays
 from unisono.checkpoint.core.arrays import ArrayReader, hash_range, write_shards
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import saved_tensors
+from unisono.engines.torch.state import saved_tensors
 from unisono.runtime.errors import CheckpointError
 
 DTYPES = (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from packages.unisono.tests.checkpoint.saved import save, shards
 from unisono.checkpoint.core import commit, manifest
 from unisono.engines.state import check_dtype
-from unisono.engines.torch import saved_tensors
+from unisono.engines.torch.state import saved_tensors
 from unisono.runtime.errors import CheckpointError
 
 boxes = st.lists(

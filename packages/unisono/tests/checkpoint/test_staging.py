@@ -15,7 +15,7 @@ import torch
 
 from unisono.checkpoint.core.staging import Staging
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import saved_tensors
+from unisono.engines.torch.state import saved_tensors
 
 
 def tensor(copy: ArrayShard) -> torch.Tensor:

@@ -16,7 +16,7 @@ import unisono
 from unisono.config.code import references
 from unisono.launch import task_objects
 from unisono.launch.notebook import cell_source
-from unisono.runtime import notebook
+from unisono.runtime.display import notebook
 from unisono.runtime.errors import ConfigError
 
 TASK = """

@@ -13,7 +13,7 @@ import pytest
 from unisono.checkpoint.core import commit, manifest
 from unisono.cli import main
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import saved_tensors
+from unisono.engines.torch.state import saved_tensors
 from unisono.launch import cluster
 from unisono.launch.trained.replay import REPLAYS, replay
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess

@@ -14,7 +14,7 @@ from packages.unisono.tests.screen import Screen, show
 SCRIPT = """
 import sys, time
 from unisono.observe.progress import Progress, Speed
-from unisono.runtime.preparing import preparing
+from unisono.runtime.display.preparing import preparing
 with preparing("building the model"):
     time.sleep(2.6)
 with Progress(40, 10, shown=True, plain="plain" in sys.argv) as progress:
@@ -145,7 +145,7 @@ def test_the_first_words_fit_a_narrow_terminal(tmp_path: Path) -> None:
 
 
 def test_a_command_in_a_cell_of_a_notebook_overwrites_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from unisono.runtime.preparing import preparing\nwith preparing('a model'): print('done')"
+    code = "from unisono.runtime.display.preparing import preparing\nwith preparing('a model'): print('done')"
     assert any("a model" in picture for _, picture in show([sys.executable, "-c", code], tmp_path, 60).pictures)
     monkeypatch.setenv("JPY_PARENT_PID", "1")
     assert not any("a model" in picture for _, picture in show([sys.executable, "-c", code], tmp_path, 60).pictures)

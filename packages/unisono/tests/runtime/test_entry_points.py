@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 
 GROUPS = ("unisono.recipes", "unisono.verbs", "unisono.data_verbs", "unisono.fault_injection", "unisono.trackers")
 

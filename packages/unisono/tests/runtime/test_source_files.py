@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.runtime import source_files
+from unisono.runtime.code import source_files
 
 OURS = Path(unisono.__file__).parent
 

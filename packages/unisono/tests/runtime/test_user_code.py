@@ -10,8 +10,8 @@ import pytest
 
 from packages.unisono.tests.tasks import LinearTask
 from unisono.config import compose
-from unisono.runtime import user_code
-from unisono.runtime.user_code import describe_error, format_error, format_user_error
+from unisono.runtime.code import user_code
+from unisono.runtime.code.user_code import describe_error, format_error, format_user_error
 
 
 def catch(call: Callable[[], Any]) -> Exception:

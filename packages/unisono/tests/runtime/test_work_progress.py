@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from unisono.runtime import work_progress
+from unisono.runtime.display import work_progress
 
 
 class Clock:

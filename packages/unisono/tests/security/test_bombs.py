@@ -14,8 +14,9 @@ import pytest
 
 from packages.unisono.tests.checkpoint.saved import save
 from unisono.checkpoint.core import commit, manifest
-from unisono.data.sources import lines, open_source, parquet, parquet_pages
+from unisono.data.sources import open_source
 from unisono.data.sources.files import records
+from unisono.data.sources.formats import lines, parquet, parquet_pages
 from unisono.data.sources.storage import File
 from unisono.runtime.errors import CheckpointError, DataError
 

@@ -15,9 +15,10 @@ import pytest
 
 from unisono.checkpoint.core import manifest
 from unisono.config.compose import compose
-from unisono.data.sources import npy, storage
+from unisono.data.sources import storage
 from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.files import open_source
+from unisono.data.sources.formats import npy
 from unisono.data.sources.storage import File
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError
 

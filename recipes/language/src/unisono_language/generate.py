@@ -13,9 +13,9 @@ from typing_extensions import TypedDict
 from unisono import DataError, Run, RunError
 from unisono.recipe_tools import safe_paths, say
 from unisono_language import settings
-from unisono_language.chat import ChatTemplate
-from unisono_language.conversations import parse_messages
-from unisono_language.tokenizer import Tokenizer
+from unisono_language.data.chat import ChatTemplate
+from unisono_language.data.conversations import parse_messages
+from unisono_language.data.tokenizer import Tokenizer
 
 _FILE = "@"  # before the name of a file of prompts
 _GENERATION = "generation_config.json"

@@ -13,20 +13,22 @@ from numpy.typing import NDArray
 
 from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import has_content, real_tensors, safe_paths, write_whole
-from unisono_language import by_source, chat, library, losses, preferences, settings
-from unisono_language.by_source import SourceRow
-from unisono_language.chat import IGNORED, ChatTemplate
-from unisono_language.library import Library
-from unisono_language.preferences import Pair
-from unisono_language.tokenizer import BESIDE, FILE, Tokenizer, load_tokenizer
+from unisono_language import losses, settings
+from unisono_language.data import chat, library, preferences
+from unisono_language.data.chat import IGNORED, ChatTemplate
+from unisono_language.data.library import Library
+from unisono_language.data.preferences import Pair
+from unisono_language.data.tokenizer import BESIDE, FILE, Tokenizer, load_tokenizer
+from unisono_language.evaluation import by_source
+from unisono_language.evaluation.by_source import SourceRow
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from unisono_language.harness import Harness
+    from unisono_language.data.packed import PackedRow
+    from unisono_language.data.tokens import TokenisePreparation
+    from unisono_language.evaluation.harness import Harness
     from unisono_language.kernels import Kernels
-    from unisono_language.packed import PackedRow
-    from unisono_language.tokens import TokenisePreparation
 
 _LARGEST_ASKED = 1_000_000  # parameters of a model that is built with content only to be asked
 
@@ -93,7 +95,7 @@ class Language(Task):
 
     def pack(self, samples: Sequence[NDArray[np.int64]]) -> PackedRow:
         """Documents in one row."""
-        from unisono_language import packed
+        from unisono_language.data import packed
 
         return packed.pack_row(samples)
 
@@ -109,7 +111,7 @@ class Language(Task):
             return {**self.collate([one.content for one in samples]), by_source.SOURCE: numbers}
         if isinstance(samples[0], Pair):
             return preferences.collate([one for one in samples if isinstance(one, Pair)], self.config.pad_to_multiple)
-        from unisono_language import packed
+        from unisono_language.data import packed
 
         rows = [self.pack([one]) if isinstance(one, np.ndarray) else one for one in samples]
         batch = packed.pad_rows(rows, self.config.pad_to_multiple)
@@ -139,7 +141,7 @@ class Language(Task):
     def build(self) -> nn.Module:
         """The model with the chosen kernels; also checks whether its head can be applied in chunks."""
         from unisono_language import model as models
-        from unisono_language import packed
+        from unisono_language.data import packed
 
         model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
         if has_content(model):
@@ -162,7 +164,7 @@ class Language(Task):
         whole = not self._uses_chunks or hasattr(head, "base_layer")
         inputs = {"input_ids": batch["inputs"].reshape(-1, batch["inputs"].shape[-1]), "use_cache": False}
         if "positions" in batch:
-            from unisono_language import packed
+            from unisono_language.data import packed
 
             inputs["position_ids"] = batch["positions"]
             if self._kernels.attention == "flash":
@@ -284,13 +286,13 @@ class Language(Task):
 
     def callbacks(self) -> list[Callback]:
         """What continues the prompts of the settings."""
-        from unisono_language.prompts import PromptSamples
+        from unisono_language.evaluation.prompts import PromptSamples
 
         return [PromptSamples(self)] if self.config.prompts else []
 
     def harness(self, names: Sequence[str], limit: int | None) -> Harness:
         """Tasks of lm-eval, by name or in YAML files."""
-        from unisono_language.harness import Harness
+        from unisono_language.evaluation.harness import Harness
 
         found = Harness(self.tokenizer, self.config.sequence, names, limit)
         found.check()
@@ -298,8 +300,9 @@ class Language(Task):
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""
-        from unisono_language import experts, packed
+        from unisono_language import experts
         from unisono_language import model as models
+        from unisono_language.data import packed
 
         models.check_model(self.model_config, self.tokenizer.size)
         self.library.check()

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from unisono import Run, RunError
 from unisono.recipe_tools import safe_paths
-from unisono_speech import labels, samples, tokens
 from unisono_speech.codec import FRAMES
-from unisono_speech.labels import Row
-from unisono_speech.samples import Clip
+from unisono_speech.data import labels, samples, tokens
+from unisono_speech.data.labels import Row
+from unisono_speech.data.samples import Clip
 from unisono_speech.show import write_wav
 from unisono_speech.task import Speech
 

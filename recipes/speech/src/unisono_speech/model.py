@@ -10,11 +10,11 @@ from torch import nn
 
 from unisono import ConfigError
 from unisono.recipe_tools import hf_config, nearest
-from unisono_speech import tokens as names
 from unisono_speech.codec import Codec, KMeansCodec
-from unisono_speech.labels import Stream
+from unisono_speech.data import tokens as names
+from unisono_speech.data.labels import Stream
+from unisono_speech.data.tokens import Tokens
 from unisono_speech.settings import FromConfig, ModelGroup, Pretrained
-from unisono_speech.tokens import Tokens
 
 ARCHITECTURE = "HiggsAudioV2ForConditionalGeneration"
 _IDS = {

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import Callback, RunInfo
-from unisono_speech.labels import IGNORED
-from unisono_speech.voices import pcm_wav
+from unisono_speech.data.labels import IGNORED
+from unisono_speech.data.voices import pcm_wav
 
 if TYPE_CHECKING:
     from unisono_speech.codec import Codec

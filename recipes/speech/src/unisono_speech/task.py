@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import safe_paths
-from unisono_speech import labels, library, settings, tokens
+from unisono_speech import settings
 from unisono_speech.codec import Codec, KMeansCodec
-from unisono_speech.labels import IGNORED, Row, Stream
-from unisono_speech.library import CodeStore, Library, Sample
-from unisono_speech.tokens import Tokens
+from unisono_speech.data import labels, library, tokens
+from unisono_speech.data.labels import IGNORED, Row, Stream
+from unisono_speech.data.library import CodeStore, Library, Sample
+from unisono_speech.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

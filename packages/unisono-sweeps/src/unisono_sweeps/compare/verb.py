@@ -13,11 +13,11 @@ from pyarrow import parquet
 from pydantic import Field
 
 from unisono.config.schema import Settings
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.console import say, terminal_width
+from unisono.runtime.display.text_table import format_table
 from unisono.runtime.errors import ConfigError, nearest
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
-from unisono.runtime.text_table import format_table
 from unisono_sweeps import record
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw, fit_power_law

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.runtime.collector import paused_collector
-from unisono.runtime.preparing import preparing
+from unisono.runtime.display.preparing import preparing
 
 if TYPE_CHECKING:
     from unisono.config.schema.run import RunConfig

@@ -9,7 +9,7 @@ from unisono.cli import arguments
 from unisono.config import CONFIG_FILE
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say, terminal_width
-from unisono.runtime.preparing import preparing
+from unisono.runtime.display.preparing import preparing
 from unisono.runtime.text import format_value
 
 if TYPE_CHECKING:

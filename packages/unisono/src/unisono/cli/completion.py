@@ -52,7 +52,7 @@ def answer(parser: argparse.ArgumentParser, verbs: Any) -> None:
         parser: Of the whole command.
         verbs: Its collection of verbs, to which those of recipes are added.
     """
-    from unisono.runtime.entry_points import import_extra
+    from unisono.runtime.code.entry_points import import_extra
 
     argcomplete = import_extra("argcomplete", "completion", "shell completion")
     _add_recipe_verbs(verbs)
@@ -64,7 +64,7 @@ def answer(parser: argparse.ArgumentParser, verbs: Any) -> None:
 
 
 def _print_code(parsed: argparse.Namespace) -> int:
-    from unisono.runtime.entry_points import import_extra
+    from unisono.runtime.code.entry_points import import_extra
 
     argcomplete = import_extra("argcomplete", "completion", "shell completion")
     say(argcomplete.shellcode(["unisono"], shell=parsed.shell), verbatim=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments, plugins
 from unisono.runtime.console import say, terminal_width
-from unisono.runtime.work_progress import show_progress
+from unisono.runtime.display.work_progress import show_progress
 
 if TYPE_CHECKING:
     from unisono.data.prepare.shards import Shards

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
 from unisono.runtime.console import say
-from unisono.runtime.preparing import preparing
+from unisono.runtime.display.preparing import preparing
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from unisono.cli import arguments, before_run, completion, data, elsewhere, expo
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say, terminal_width
-from unisono.runtime.preparing import preparing
+from unisono.runtime.display.preparing import preparing
 from unisono.version import __version__
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if argv is not None:
             raise
-        from unisono.runtime.user_code import format_error
+        from unisono.runtime.code.user_code import format_error
 
         text = format_error(error)
         say(text if text.startswith("Traceback") else f"unisono: error: {text}", error=True)

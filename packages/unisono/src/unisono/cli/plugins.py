@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.console import say
-from unisono.runtime.entry_points import find_entry_points
 
 
 def add_verbs(group: str, verbs: Any) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
 from unisono.config import CONFIG_FILE
-from unisono.runtime import text_table
 from unisono.runtime.console import say, terminal_width
+from unisono.runtime.display import text_table
 from unisono.runtime.text import format_bytes
 
 if TYPE_CHECKING:

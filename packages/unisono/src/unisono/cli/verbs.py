@@ -26,8 +26,8 @@ from unisono.cli import arguments
 from unisono.config import CONFIG_FILE
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say
+from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import ConfigError, nearest
-from unisono.runtime.preparing import preparing
 
 if TYPE_CHECKING:
     import inspect

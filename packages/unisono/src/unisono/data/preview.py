@@ -13,7 +13,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.order.mixture import Joined
 from unisono.data.order.plan import rows_of_micro_batches
 from unisono.data.order.planning import build_plan, build_source
-from unisono.runtime import text_table
+from unisono.runtime.display import text_table
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 

@@ -16,10 +16,10 @@ import numpy as np
 from unisono.config.batch_split import BatchSplit, divisors
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import StepResult
+from unisono.runtime.code.user_code import describe_error
 from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
 from unisono.runtime.fault_names import FaultName
-from unisono.runtime.user_code import describe_error
 from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts
 
 ReportNames = list[list[str]]  # of terms, metrics and work

@@ -22,8 +22,8 @@ from unisono.config.schema.run import RunConfig
 from unisono.config.schema.verbs import FindLr
 from unisono.launch import cluster, start
 from unisono.observe import events
+from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import ConfigError, SpikeError, UnisonoError
-from unisono.runtime.preparing import preparing
 
 RULE = "there the loss falls fastest per decade of the rate (Smith 2017, arXiv:1506.01186; so do fastai and Lightning)"
 _DIVERGED = 3.0  # times its first value above its best, at which a loss is said to diverge

@@ -17,8 +17,8 @@ from types import FrameType
 
 from unisono.config.resolved_run import ResolvedRun
 from unisono.observe import events
-from unisono.runtime import notebook
 from unisono.runtime.console import say
+from unisono.runtime.display import notebook
 from unisono.runtime.errors import Interrupted
 from unisono.runtime.untrusted import safe_writing
 from unisono.supervise import run_status

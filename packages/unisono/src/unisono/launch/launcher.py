@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.launch.resolving import layout, run_directory
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
 GROUP = "unisono.launchers"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.observe import events
-from unisono.runtime import notebook
-from unisono.runtime.entry_points import import_extra
+from unisono.runtime.code.entry_points import import_extra
+from unisono.runtime.display import notebook
 from unisono.supervise.step_sync import AS_REQUESTED, STOP_AFTER
 from unisono.task import Task
 

@@ -11,7 +11,7 @@ from time import monotonic
 
 from unisono.observe.live import PATIENCE, format_number, format_table, table_columns
 from unisono.runtime.console import clean
-from unisono.runtime.notebook import LiveOutput
+from unisono.runtime.display.notebook import LiveOutput
 
 _EVALUATIONS = 5  # the last of them are shown
 _INTERVAL = 0.25  # seconds between two updates

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from unisono.observe.live import PATIENCE, LiveDisplay
 from unisono.observe.notebook_progress import NotebookProgress
-from unisono.runtime import notebook
 from unisono.runtime.console import clean, discard_output
+from unisono.runtime.display import notebook
+from unisono.runtime.display.work_progress import show_progress
 from unisono.runtime.text import fold
 from unisono.runtime.text import format_count as format_count
-from unisono.runtime.work_progress import show_progress
 
 FOLLOWED_VARIABLE = (
     "UNISONO_FOLLOWED"  # set for processes whose steps somebody else shows: the notebook that started them

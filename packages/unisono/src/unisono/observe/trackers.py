@@ -24,7 +24,7 @@ from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.observe import events
 from unisono.observe.samples import Sample, prepare_sample
 from unisono.runtime import secrets
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, RunError, nearest
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths

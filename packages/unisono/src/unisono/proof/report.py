@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from unisono.proof.comparison import ComparedQuantity, Difference, Mark
 from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.verdict import DECISIVE, Verdict, abstentions, join_marks
+from unisono.runtime.display.text_table import split_columns
 from unisono.runtime.text import join_names
-from unisono.runtime.text_table import split_columns
 
 _NO_TENSORS = {"sample ids", "loss", "gradient norm", "learning rate", "metrics", "evaluation"}
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unisono.proof.invariants import COLLATED, DOCUMENTS, NEIGHBOURS, PADDING
+from unisono.runtime.code.source_files import is_user_file
+from unisono.runtime.code.user_code import format_user_error
 from unisono.runtime.errors import RunError
-from unisono.runtime.source_files import is_user_file
-from unisono.runtime.user_code import format_user_error
 
 # The functions that make a quantity, as far as they alone do: gradients and what follows come from all of them.
 _MADE_BY = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError
 
 VARIABLE = "UNISONO_FAULT"

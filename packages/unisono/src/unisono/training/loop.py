@@ -27,8 +27,8 @@ from unisono.observe.profile import Profile
 from unisono.observe.progress import show_evaluation
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
+from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, explain_command
-from unisono.runtime.preparing import preparing
 from unisono.supervise import run_lock
 from unisono.supervise.hangs.shape_tracking import ShapeTracker
 from unisono.supervise.step_sync import AS_REQUESTED, STOP_AFTER, Decision, RankRequests, StepSync

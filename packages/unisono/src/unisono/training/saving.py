@@ -14,9 +14,9 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
 from unisono.runtime import heartbeat
+from unisono.runtime.code.entry_points import require_extra
 from unisono.runtime.communication.communicator import Communicator, Json
 from unisono.runtime.communication.consensus import raise_everywhere
-from unisono.runtime.entry_points import require_extra
 from unisono.runtime.errors import CallbackError, ConfigError, Preempted, UnisonoError
 from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync

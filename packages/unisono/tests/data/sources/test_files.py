@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from packages.unisono.tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
 from packages.unisono.tests.real_data import real
-from unisono.data.sources import Files, create_cache_folder, discovery, files, find, index, lines, npy, open_source
+from unisono.data.sources import Files, create_cache_folder, discovery, files, find, index, open_source
+from unisono.data.sources.formats import lines, npy
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Source
 

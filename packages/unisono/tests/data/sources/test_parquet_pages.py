@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from unisono.data.sources import open_source
-from unisono.data.sources.parquet_pages import ColumnPages, read_pages
+from unisono.data.sources.formats.parquet_pages import ColumnPages, read_pages
 
 Field = tuple[int, int, Any]  # number, type, value
 NUMBER, BINARY, STRUCTURE = 5, 8, 12

@@ -18,7 +18,7 @@ from unisono.config.schema.run import Lora
 from unisono.engines.torch import lora
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
-from unisono.runtime import entry_points
+from unisono.runtime.code import entry_points
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError
 from unisono.task_config import read_run

@@ -17,7 +17,7 @@ from packages.unisono.tests.runs import Trace, assert_same, configuration, dista
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.cross_sample import gather_rows
-from unisono.engines.torch.train_state import build_model
+from unisono.engines.torch.state.train_state import build_model
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, NonFiniteError

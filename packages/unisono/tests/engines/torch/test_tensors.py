@@ -14,8 +14,8 @@ from packages.unisono.tests import processes
 from packages.unisono.tests.tasks import LinearTask
 from unisono.config.schema.layout import Layout
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.parallel import wrap
+from unisono.engines.torch.state import sharded_tensors
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError
 

@@ -2,8 +2,8 @@
 
 This needs memory for one copy of what this process saves. Writing to fresh memory takes ten times as long as reusing
 it, so it is kept between saves, uses huge pages if available, and is allocated during the first steps if `prepare` is
-called. torch tensors on an accelerator are copied asynchronously (`unisono.engines.torch.pinned_copies`); all other
-copies are complete when `copy` returns.
+called. torch tensors on an accelerator are copied asynchronously (`unisono.engines.torch.state.pinned_copies`); all
+other copies are complete when `copy` returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.engines.host_arrays import Array
 from unisono.engines.state import ArrayShard
 
 if TYPE_CHECKING:
-    from unisono.engines.torch.pinned_copies import PinnedCopies
+    from unisono.engines.torch.state.pinned_copies import PinnedCopies
 
 _ALIGNED = 64  # bytes; suits any dtype and the CPU's widest registers
 _PAGE = 4096  # bytes
@@ -86,7 +86,7 @@ class Staging:
 
     def _device(self) -> PinnedCopies:
         if self._pinned is None:
-            from unisono.engines.torch.pinned_copies import PinnedCopies
+            from unisono.engines.torch.state.pinned_copies import PinnedCopies
 
             self._pinned = PinnedCopies()
         return self._pinned

@@ -165,7 +165,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
 
 def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan:
     """The plan of a checkpoint, from its manifest alone."""
-    from unisono.engines.torch import saved_tensors
+    from unisono.engines.torch.state import saved_tensors
 
     arrays = _select_entries(checkpoint.arrays, words.ema, folder)
     arrays = {name: TensorEntry(e.name, _target_dtype(e.dtype, words), e.shape) for name, e in arrays.items()}
@@ -183,7 +183,7 @@ def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan
 
 def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
     """The plan of a model that is in memory."""
-    from unisono.engines.torch import sharded_tensors
+    from unisono.engines.torch.state import sharded_tensors
 
     tensors = {
         name.removeprefix(_MODEL): value.detach() for name, value in sharded_tensors.model_tensors(model).items()

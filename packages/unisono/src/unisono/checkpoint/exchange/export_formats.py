@@ -21,9 +21,9 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.exchange import hf_config
 from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.config.schema.run import Lora
-from unisono.runtime.entry_points import require_extra
+from unisono.runtime.code.entry_points import require_extra
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import CheckpointError, RunError
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Count, Object
 

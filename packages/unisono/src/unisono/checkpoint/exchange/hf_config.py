@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from unisono.checkpoint.exchange import hf_shards
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import CheckpointError, ConfigError, UnisonoError
 from unisono.runtime.files import pickle_hint
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Object

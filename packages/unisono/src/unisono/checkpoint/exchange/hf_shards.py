@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from unisono.checkpoint.core import arrays
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import CheckpointError
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from unisono.config.code import recipes, references
-from unisono.runtime.source_files import PLUGIN_GROUPS, installed_packages, is_library_file
+from unisono.runtime.code.source_files import PLUGIN_GROUPS, installed_packages, is_library_file
 
 
 def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:

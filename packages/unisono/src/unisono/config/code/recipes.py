@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.config.code import references
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from unisono.runtime.entry_points import EntryPoint
+    from unisono.runtime.code.entry_points import EntryPoint
 
 ENTRY_POINT_GROUP = "unisono.recipes"
 EXTRAS = ("birdsong", "language", "microbiome", "puzzles", "speech")  # of `unisono`, each a recipe of ours

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from unisono.runtime.code.user_code import format_user_error
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
-from unisono.runtime.user_code import format_user_error
 
 T = TypeVar("T")
 _MODULE_PREFIX = "unisono_task_"  # of the modules of files that lie in no package

@@ -22,9 +22,9 @@ from unisono.data.order.order import Indices
 from unisono.data.order.plan import NO_SAMPLES, SampleIndices
 from unisono.data.sources.cache import LruCache
 from unisono.protocols import Recurrent, Vectorised, require_packable
+from unisono.runtime.code.user_code import describe_error
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, generators, key
-from unisono.runtime.user_code import describe_error
 from unisono.task import EVERY_TERM, Batch, SampleContext, SampleContexts, Source, Task, read_records, run_setup
 
 _MAX_TRIES = 64  # rows tried as a substitute if all samples of a micro-batch are bad

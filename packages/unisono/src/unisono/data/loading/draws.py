@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.runtime.source_files import is_user_file
+from unisono.runtime.code.source_files import is_user_file
 
 
 def host_generator_states() -> dict[str, bytes]:

@@ -123,7 +123,7 @@ def _send(sock: socket.socket, answer: tuple[bool, Any]) -> None:
 def _portable_error(error: BaseException, what: str) -> UnisonoError:
     """The error in a form that can be sent to another process."""
     if not isinstance(error, UnisonoError):
-        from unisono.runtime.user_code import describe_error
+        from unisono.runtime.code.user_code import describe_error
 
         return DataError(f"{what}: {describe_error(error)}")
     error.__cause__ = error.__context__ = error.__traceback__ = None

@@ -22,10 +22,10 @@ import pyarrow as pa
 from unisono.data.prepare.manifest import MANIFEST_FILE, ContentHash, Lengths, Units, read_manifest
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.views import locate_row
+from unisono.runtime.display.work_progress import show_progress
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import file_hash
 from unisono.runtime.untrusted import safe_paths
-from unisono.runtime.work_progress import show_progress
 
 _PATIENCE = 2.0  # seconds before progress is shown
 _BATCH_UNITS = 1 << 18  # units after which a record batch is full

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from unisono.data.sources.storage import TAG, File, wrap_read_errors
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions, ask_remote, error_text, is_remote
 from unisono.runtime.text import one_line

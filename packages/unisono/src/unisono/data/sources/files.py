@@ -20,14 +20,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from unisono.data.sources import arrow, delimited, index, lines, npy, parquet
+from unisono.data.sources import index
 from unisono.data.sources.cache import LruCache
 from unisono.data.sources.change_detection import find_change
 from unisono.data.sources.column_schema import ColumnRequest, ColumnType, is_list, is_number, is_same_type, unwrap_type
 from unisono.data.sources.discovery import FORMATS_GROUP, Found, Place, digest_ends, find
+from unisono.data.sources.formats import arrow, delimited, lines, npy, parquet
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.views import locate_row
-from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.code.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import DEADLINE, is_remote, remote_options
 

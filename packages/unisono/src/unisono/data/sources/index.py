@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.cache_lock import lock_entry
-from unisono.data.sources import npy
+from unisono.data.sources.formats import npy
 from unisono.data.sources.storage import File, create_cache_folder, wrap_read_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_file, cache_dir, check_private, make_cache_folder, make_private

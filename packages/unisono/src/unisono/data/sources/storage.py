@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import DataError
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.remote import RemoteOptions, is_remote, open_remote, stream_remote
 from unisono.runtime.untrusted import safe_paths
 

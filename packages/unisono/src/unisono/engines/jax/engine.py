@@ -21,11 +21,11 @@ from unisono.engines.jax.devices import device_name
 from unisono.engines.jax.forward import Columns, Inputs
 from unisono.engines.jax.guards import checks, faults, replicas, task_errors
 from unisono.engines.jax.guards.compilation import Compiler
-from unisono.engines.jax.held_arrays import HeldArrays
 from unisono.engines.jax.numerics import optimizers, precision
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.profiler import JaxProfiler
 from unisono.engines.jax.programs import Programs, Scalars
+from unisono.engines.jax.state import HeldArrays
 from unisono.engines.jax.step import (
     AVERAGE_KEPT,
     LARGEST,

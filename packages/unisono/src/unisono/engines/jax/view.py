@@ -17,9 +17,9 @@ from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.jax import state
 from unisono.engines.jax.batches import Batches, ColumnNames
 from unisono.engines.jax.forward import Columns, Forward
-from unisono.engines.jax.held_arrays import HeldArrays
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.programs import Programs
+from unisono.engines.jax.state import HeldArrays
 from unisono.engines.observers import Array, ArrayGroup
 from unisono.runtime import rng
 from unisono.runtime.communication.communicator import Communicator

@@ -25,8 +25,8 @@ from unisono.engines.torch.guards.replicas import UpdateGuard
 from unisono.engines.torch.numerics import determinism, precision
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.engines.torch.step import TrainStep
-from unisono.engines.torch.train_state import TrainState
 from unisono.engines.torch.view import TorchModelView
 from unisono.optim import optimizers
 from unisono.task import Batch, Context

@@ -17,7 +17,7 @@ from unisono.engines.observers import StepResult
 from unisono.engines.torch.numerics.buffers import restore_modes_on_exit
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.runtime import heartbeat
 from unisono.task import Batch, Context
 

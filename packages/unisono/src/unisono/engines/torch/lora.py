@@ -21,7 +21,7 @@ from unisono.config.schema.run import Lora
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import four_bit
 from unisono.engines.torch.guards import replicas
-from unisono.runtime.entry_points import require_extra
+from unisono.runtime.code.entry_points import require_extra
 from unisono.runtime.errors import CheckpointError, ConfigError, nearest
 from unisono.runtime.rng import key
 

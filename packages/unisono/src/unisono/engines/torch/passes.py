@@ -21,7 +21,7 @@ from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.gradients import local_gradients
 from unisono.engines.torch.numerics.metric_reduction import sum_over_ranks
 from unisono.engines.torch.parts import EngineParts
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.task import Batch, Context, Loss
 
 _PAIR = ("sum", "count")  # of a metric

@@ -23,7 +23,7 @@ from unisono.engines.torch.numerics.unused_parameters import UnusedParameters
 from unisono.engines.torch.parallel.backward_hooks import report_wait
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.runtime import heartbeat
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context

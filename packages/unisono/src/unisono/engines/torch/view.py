@@ -14,13 +14,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import Array, ArrayGroup
-from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.buffers import restore_modes_on_exit
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state import sharded_tensors
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.runtime import rng
 from unisono.task import Context, Loss
 

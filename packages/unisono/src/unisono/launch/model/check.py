@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from unisono.config.schema.run import RunConfig
 from unisono.launch.data_check import describe_empty_counts
 from unisono.protocols import resolve_features
+from unisono.runtime.code.user_code import describe_error
 from unisono.runtime.errors import ConfigError, UnisonoError
-from unisono.runtime.user_code import describe_error
 from unisono.task import Context, Loss, Task, run_setup
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def build_without_memory(task: Task, config: RunConfig) -> Any:
     """
     import torch
 
-    from unisono.engines.torch.train_state import build_model
+    from unisono.engines.torch.state.train_state import build_model
 
     run_setup(task)
     with torch.device("meta"):

@@ -8,8 +8,8 @@ from typing import Any
 
 from unisono.config.schema.run import RunConfig
 from unisono.launch.model.check import build_without_memory
+from unisono.runtime.display.text_table import format_table
 from unisono.runtime.errors import ConfigError, UnisonoError
-from unisono.runtime.text_table import format_table
 from unisono.task import Task, run_setup
 
 Row = tuple[str, str, str, int]  # a layer's name and kind, the shapes of its own parameters, and their number

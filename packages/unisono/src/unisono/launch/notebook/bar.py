@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.config.resolved_run import ResolvedRun
 from unisono.observe import events
-from unisono.runtime import notebook
+from unisono.runtime.display import notebook
 from unisono.runtime.text import format_count
 from unisono.supervise import run_facts, run_status
 

@@ -26,8 +26,8 @@ from typing import Any
 from unisono.config.code import references
 from unisono.config.compose import ComposedConfig
 from unisono.config.schema.run import RunConfig
-from unisono.runtime import notebook
 from unisono.runtime.console import say
+from unisono.runtime.display import notebook
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths

@@ -22,6 +22,7 @@ from unisono.launch.processes import fork_server
 from unisono.launch.resolving import layout, resolve
 from unisono.observe import logs
 from unisono.runtime import heartbeat
+from unisono.runtime.code.user_code import format_error
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.console import clean, say
 from unisono.runtime.errors import (
@@ -34,7 +35,6 @@ from unisono.runtime.errors import (
     UnisonoError,
 )
 from unisono.runtime.files import write_whole
-from unisono.runtime.user_code import format_error
 from unisono.supervise import fault_hook, preemption
 from unisono.task_config import build_task
 

@@ -34,8 +34,8 @@ from unisono.launch import cluster
 from unisono.launch.resolving import layout, preflight, run_directory
 from unisono.launch.resolving.preflight import DataFacts
 from unisono.runtime.console import say
+from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
-from unisono.runtime.preparing import preparing
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Object

@@ -33,9 +33,9 @@ from unisono.launch.trained import predict
 from unisono.launch.trained.run import Run
 from unisono.optim import schedules
 from unisono.protocols import Exportable, resolve_features
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.runtime.files import atomic_folder
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_writing
 from unisono.task import Batch, Context, Source, run_setup

@@ -72,7 +72,7 @@ class Run:
             return load_weights(self.folder, built, ema=ema, step=step) if self.is_trained else built
         from unisono.engines.torch.devices import find_device
         from unisono.engines.torch.numerics.precision import to_master
-        from unisono.engines.torch.train_state import build_model
+        from unisono.engines.torch.state.train_state import build_model
 
         model = build_model(self.task.build, self.config.run.seed)
         if precision is not None:
@@ -178,8 +178,9 @@ def load_weights(folder: Path | str, model: Any, *, ema: bool = False, step: int
         from unisono.engines.jax import weights
 
         return weights.load_arrays(model, reader, ema, str(folder))
-    from unisono.engines.torch import lora, sharded_tensors
+    from unisono.engines.torch import lora
     from unisono.engines.torch.numerics.ema import NAME_PREFIX
+    from unisono.engines.torch.state import sharded_tensors
 
     chosen = read_adapter_settings(Path(folder))
     if chosen is not None:

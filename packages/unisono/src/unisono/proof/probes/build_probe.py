@@ -50,7 +50,7 @@ def _build(task: Task, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
     """Parameters and buffers of a new model, in its own dtype."""
     import torch
 
-    from unisono.engines.torch.train_state import build_model
+    from unisono.engines.torch.state.train_state import build_model
 
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # of a build; later the run has made it fp64

@@ -43,10 +43,10 @@ from unisono.proof.recording.trace import (
 )
 from unisono.proof.user_errors import find_functions
 from unisono.protocols import resolve_features
+from unisono.runtime.code.user_code import format_user_error
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, UnisonoError
-from unisono.runtime.user_code import format_user_error
 from unisono.task import Task
 from unisono.training.callbacks.build import name_user_callbacks
 from unisono.training.parts import build_held_out

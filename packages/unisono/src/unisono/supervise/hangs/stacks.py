@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.runtime import heartbeat
-from unisono.runtime.source_files import is_user_file, shorten_library_path
+from unisono.runtime.code.source_files import is_user_file, shorten_library_path
 from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import processes
 

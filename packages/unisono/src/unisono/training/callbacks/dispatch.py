@@ -13,9 +13,9 @@ from typing import Any
 
 from unisono.callback import Callback, CallbackRequest, CallbackResult, Evaluate, RunInfo, Save, Stop
 from unisono.runtime import heartbeat
+from unisono.runtime.code.user_code import format_user_error
 from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CallbackError, UnisonoError
-from unisono.runtime.user_code import format_user_error
 from unisono.supervise.step_sync import RankRequests
 
 log = logging.getLogger(__name__)

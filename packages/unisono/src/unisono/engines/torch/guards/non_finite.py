@@ -17,7 +17,7 @@ from unisono.engines import rules
 from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.train_state import TrainState
+from unisono.engines.torch.state.train_state import TrainState
 from unisono.task import Loss
 
 

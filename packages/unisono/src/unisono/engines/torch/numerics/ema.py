@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unisono.config.schema.run import Ema
 from unisono.engines.state import StateReader
-from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.state import sharded_tensors
 from unisono.optim import ema
 from unisono.optim.sharded import local
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.protocol import EngineJob
 from unisono.engines.state import ArrayShard, StateReader
-from unisono.engines.torch import saved_tensors
+from unisono.engines.torch.state import saved_tensors
 from unisono.task import Batch, Context
 
 Rows = Mapping[str, Tensor]

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
+from unisono.engines.torch.state import sharded_tensors
 from unisono.proof.recording.trace import Array, read_tensors, write_tensors
 from unisono.runtime.communication.communicator import Communicator
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
+from unisono.engines.torch.state import sharded_tensors
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.fault_names import FaultName

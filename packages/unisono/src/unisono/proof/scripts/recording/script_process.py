@@ -28,8 +28,8 @@ from unisono.proof.scripts.replay.row_exchange import How
 from unisono.proof.scripts.start.cuda_on_cpu import cuda_on_cpu
 from unisono.proof.scripts.start.dropout_off import without_dropout
 from unisono.proof.scripts.start.empty_memory import filled_memory
+from unisono.runtime.code.source_files import is_user_file
 from unisono.runtime.errors import ConfigError, UnisonoError
-from unisono.runtime.source_files import is_user_file
 from unisono.supervise.preemption import TooEarly
 
 MODULE = "-m "  # how the reference of a module begins that is run as a script

@@ -1,0 +1,139 @@
+"""Reads CSV and TSV files as a whole, since they are usually small, into a few times their size of memory.
+
+A column has integers or floats if all its values can be parsed as such, and text otherwise. Use `expect` if that would
+be wrong: `{"id": "text"}` keeps the zeros of "007". An empty value is null, or an empty string if text is expected.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import re
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from unisono.data.sources.column_schema import ColumnRequest, ColumnType
+from unisono.data.sources.formats import tables
+from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.runtime.errors import DataError, find_duplicates, format_examples
+from unisono.runtime.untrusted import safe_paths
+
+_BLOCK_ROWS = 4096
+_READ_BYTES = 1 << 20
+_LINE_ENDS = re.compile(rb"\r\n?|\n")
+_INFERRED = (pa.int64(), pa.float64())
+
+
+class DelimitedReader:
+    """Reads a file of delimited values."""
+
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
+        self._file, self._wanted = file, wanted
+        types = dict(wanted.types)
+        digest = hashlib.blake2b(digest_size=16)
+        with wrap_read_errors(file), file.open_plain() as stream:
+            columns = _read_columns(file, _Digested(stream, digest))
+        self.schema, rows = pa.schema([]), len(next(iter(columns.values()), ()))
+        if rows:
+            table = pa.table(
+                {name: _typed_column(file, name, values, types.get(name)) for name, values in columns.items()}
+            )
+            wanted.check(file.path, table.schema)
+            self._table = table.select(wanted.columns) if wanted.columns is not None else table
+            self.schema = table.schema
+        self.rows: NDArray[np.int64] = (
+            np.diff([*range(0, rows, _BLOCK_ROWS), rows]) if rows else np.zeros(0, dtype=np.int64)
+        )
+        self.digest = digest.hexdigest()
+        self.weight = self._table.nbytes if rows else 0
+
+    def block(self, number: int) -> tables.TableBlock:
+        """A few thousand consecutive rows."""
+        first = number * _BLOCK_ROWS
+        part = self._table.slice(first, _BLOCK_ROWS)
+        return tables.TableBlock(part, self._file.path, first, self._wanted, part.nbytes)
+
+    def lengths(self, column: str) -> NDArray[np.int64]:
+        """The values of an integer column, (rows,)."""
+        found: NDArray[np.int64] = tables.column_lengths(self._table.column(column))
+        return found
+
+
+class _Digested(io.RawIOBase):
+    """A stream whose content is digested as it is read."""
+
+    def __init__(self, stream: Any, digest: Any) -> None:
+        self._stream, self._digest = stream, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._stream.read(len(buffer))
+        self._digest.update(content)
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, Any]:
+    """The values of each column as texts, some thousand rows in each chunk; empty if there are no rows."""
+    text = safe_paths.Text(io.BufferedReader(stream, _READ_BYTES), file.path, "utf-8-sig", "")
+    reader = csv.reader(text, delimiter="," if file.format == "csv" else "\t", strict=True)
+    chunks: list[list[Any]] = []
+    filled = (line for line in reader if any(line))
+    try:
+        header = next(filled, [])
+        if doubles := find_duplicates(header):
+            raise DataError(f"{file.path} has columns of the same name: {format_examples(doubles)}; rename them")
+        rows = (_check_width(file, line, header, reader.line_num) for line in filled)
+        while part := list(islice(rows, _BLOCK_ROWS)):
+            chunks.append([pa.array(values, pa.string()) for values in zip(*part, strict=True)])
+    except UnicodeDecodeError as error:
+        # The lines before it that were decoded are read; those of the same piece of the file are not.
+        number = reader.line_num + 1 + len(_LINE_ENDS.findall(error.object[: error.start]))
+        raise DataError(
+            f"{file.path}, line {number}: byte {error.object[error.start]:#04x} is not UTF-8 ({error.reason}); save "
+            "the file as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
+    return {
+        name: pa.chunked_array([chunk[number] for chunk in chunks], pa.string()) for number, name in enumerate(header)
+    }
+
+
+def _check_width(file: File, line: list[str], header: list[str], number: int) -> list[str]:
+    if len(line) != len(header):
+        raise DataError(
+            f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value may "
+            "contain an unquoted separator"
+        )
+    return line
+
+
+def _typed_column(file: File, name: str, values: Any, kind: ColumnType | None) -> Any:
+    """A column with the expected type, or else the narrowest type that fits all its values."""
+    if kind is not None and kind.word == "text":
+        return _null_if_empty(values) if kind.nulls else values
+    filled = _null_if_empty(pc.utf8_trim_whitespace(values))
+    if kind is not None:
+        try:
+            return filled.cast(pa.type_for_alias(kind.dtype))
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise DataError(f"{file.path}: column '{name}' is not {kind}: {error}") from error
+    for narrow in _INFERRED if filled.null_count < len(filled) else ():
+        try:
+            return filled.cast(narrow)
+        except pa.ArrowInvalid:
+            continue
+    return _null_if_empty(values)
+
+
+def _null_if_empty(values: Any) -> Any:
+    return pc.if_else(pc.equal(values, ""), pa.scalar(None, pa.string()), values)

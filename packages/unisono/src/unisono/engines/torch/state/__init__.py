@@ -1,0 +1,1 @@
+"""What a run holds on its devices: parameters and the optimizer's state, sharded, saved and copied."""

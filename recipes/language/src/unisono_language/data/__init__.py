@@ -1,0 +1,1 @@
+"""Texts and conversations as rows of tokens."""

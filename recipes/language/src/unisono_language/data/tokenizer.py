@@ -1,0 +1,261 @@
+"""Tokenizers: given as a file, or trained on the documents."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NotRequired
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import TypedDict
+
+from unisono import DataError, compute_once
+from unisono.recipe_tools import preparing, safe_paths, show_progress, wrap_native_errors, write_whole
+from unisono_language.data.texts import Texts, digest
+
+END = "<|endoftext|>"
+FILE, SPECIAL = "tokenizer.json", "special_tokens.json"
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_BLANK, _BYTE = "\N{LOWER ONE EIGHTH BLOCK}", re.compile("<0x[0-9A-F]{2}>")  # in vocabularies of SentencePiece
+_BATCH = 256  # documents per call of the tokenizer
+_CHARACTERS = 1 << 22  # per call of the tokenizer
+
+
+class _SpecialTokens(TypedDict):
+    first: int | None
+    last: int | None
+
+
+class _Named(TypedDict):
+    content: str
+
+
+class _Rules(TypedDict):
+    decoder: dict[str, Any] | None
+
+
+class _Settings(TypedDict):
+    bos_token: NotRequired[str | _Named | None]
+    eos_token: NotRequired[str | _Named | None]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer file and its special tokens.
+
+    Attributes:
+        path: of `tokenizer.json`.
+        first: id put before every document, or None.
+        last: id put after every document, or None.
+        size: ids are below this.
+    """
+
+    path: Path
+    first: int | None
+    last: int | None
+    size: int
+
+    @property
+    def dtype(self) -> str:
+        """The smallest dtype that holds its ids."""
+        return "<u2" if self.size <= 1 << 16 else "<u4"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of its rules and special tokens, independent of how its file is formatted."""
+        return digest([read_engine(self.path).to_str(), self.first, self.last])
+
+    @property
+    def describe(self) -> dict[str, Any]:
+        """As JSON, for a manifest."""
+        return {"digest": self.digest, "first": self.first, "last": self.last, "size": self.size}
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.float64] | None:
+        """Bytes of UTF-8 that each token stands for, (size,); special tokens none. None if they cannot be known.
+
+        They are of the text as the tokenizer has normalised it.
+        """
+        engine = read_engine(self.path)
+        measure = _measure_bytes(engine)
+        if measure is None:
+            return None
+        sizes = np.zeros(self.size, dtype=np.float64)
+        added = engine.get_added_tokens_decoder()
+        for token, number in engine.get_vocab(with_added_tokens=True).items():
+            sizes[number] = len(token.encode()) if number in added else measure(token)
+        for number, token in added.items():
+            if token.special:
+                sizes[number] = 0.0
+        return sizes
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,)."""
+        engine = read_engine(self.path)
+        with wrap_native_errors(f"{self.path} cannot tokenise the documents"):
+            encodings = engine.encode_batch_fast(texts, add_special_tokens=False)
+        before, after = int(self.first is not None), int(self.last is not None)
+        lengths = np.fromiter(map(len, encodings), dtype=np.int64, count=len(encodings)) + before + after
+        ids = np.empty(int(lengths.sum()), dtype=self.dtype)
+        begin = 0
+        for encoding, length in zip(encodings, lengths.tolist(), strict=True):
+            ids[begin + before : begin + length - after] = encoding.ids
+            if before:
+                ids[begin] = self.first
+            if after:
+                ids[begin + length - 1] = self.last
+            begin += length
+        return ids, lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        engine = read_engine(self.path)
+        with wrap_native_errors(f"{self.path} cannot decode tokens"):
+            return str(engine.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder, from which `load` reads it on any machine."""
+        write_whole(folder / FILE, read_engine(self.path).to_str())
+        write_whole(folder / SPECIAL, json.dumps({"first": self.first, "last": self.last}))
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Load what `save` has written; the folder need not be trusted, and links are refused."""
+        try:
+            special = safe_paths.read_json(folder, SPECIAL, _SpecialTokens)
+            safe_paths.open_inside(folder, FILE).close()
+            return cls(folder / FILE, special["first"], special["last"], vocabulary_size(read_engine(folder / FILE)))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder}: its tokenizer ({FILE}, {SPECIAL}) cannot be read: {error}; copy both from where the data "
+                "were prepared"
+            ) from error
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer from a directory of the Hugging Face kind, or from a `tokenizer.json`."""
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"no tokenizer at {path}: give a directory with tokenizer.json, or that file")
+    if path.is_dir():
+        safe_paths.check_link(path, FILE)
+    engine = read_engine(file)
+    beside = file.with_name("tokenizer_config.json")
+    try:
+        named = safe_paths.read_json(beside.parent, beside.name, _Settings) if beside.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{beside} does not have the settings of a tokenizer: {error}") from error
+    first, last = (_special_id(engine, named.get(name)) for name in ("bos_token", "eos_token"))
+    if last is None:
+        last = _special_id(engine, END)
+    return Tokenizer(file, first if first is not None else last, last, vocabulary_size(engine))
+
+
+def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path | None) -> Tokenizer:
+    """A byte-level BPE tokenizer (as GPT-2's) trained on all documents, once, and kept in the cache."""
+
+    def train(folder: Path) -> None:
+        count = sum(len(texts) for texts in corpora.values())
+        with ExitStack() as merging:
+
+            def iterate() -> Iterator[str]:
+                with show_progress("reading for a tokenizer", count, "", "documents", patience=2.0) as progress:
+                    for _, texts in sorted(corpora.items()):
+                        for text in texts.iterate():
+                            yield text
+                            progress(1, 0)
+                merging.enter_context(preparing(f"merging pairs for {vocab_size} tokens"))  # what comes after the last
+
+            engine = _train(iterate(), vocab_size)
+        engine.save(str(folder / FILE))
+        end = engine.token_to_id(END)
+        (folder / SPECIAL).write_text(json.dumps({"first": end, "last": end}), encoding="utf-8")
+
+    stamps = [[name, texts.stamp] for name, texts in sorted(corpora.items())]
+    return compute_once("tokenizers", [vocab_size, stamps], train, Tokenizer.load, cache=cache)
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Documents for one call of the tokenizer each."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == _BATCH or characters >= _CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def vocabulary_size(engine: Any) -> int:
+    """The largest id plus one, which exceeds the number of tokens if ids have gaps."""
+    return max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def read_engine(path: Path) -> Any:
+    """The tokenizer of a file, read once, without the truncation and padding that the file may ask for."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
+    return _load(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, size: int, written: int) -> Any:
+    from tokenizers import Tokenizer as Engine
+
+    with wrap_native_errors(f"{path} cannot be read as a tokenizer"), safe_paths.open_regular(path) as file:
+        engine = Engine.from_file(safe_paths.path_of(file))
+    if getattr(engine.model, "dropout", None):
+        raise DataError(
+            f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens are not reproducible; "
+            "set its dropout to null"
+        )
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def _measure_bytes(engine: Any) -> Callable[[str], int] | None:
+    """How many bytes a token of the vocabulary stands for, of those decoders that lose none; else None."""
+    decoder = safe_paths.parse_json(engine.to_str(), _Rules)["decoder"] or {}
+    parts: list[dict[str, Any]] = [decoder, *decoder.get("decoders", ())]
+    kinds = {part.get("type") for part in parts}
+    if "ByteLevel" in kinds:  # a character for each byte
+        return len
+    blank = any(part.get("type") == "Replace" and part["pattern"] == {"String": _BLANK} for part in parts)
+    if blank or kinds & {"Metaspace", "ByteFallback"}:
+        return lambda token: 1 if _BYTE.fullmatch(token) else len(token.replace(_BLANK, " ").encode())
+    return None
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    engine = Engine(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    engine.train_from_iterator(batches(texts), trainer=trainer)
+    return engine
+
+
+def _special_id(engine: Any, token: Any) -> int | None:
+    """The id of a special token; configurations give it as text or as a dictionary with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return None if text is None else engine.token_to_id(text)

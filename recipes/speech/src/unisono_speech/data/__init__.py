@@ -1,0 +1,1 @@
+"""Recordings of speech with their texts, as samples."""
