@@ -56,6 +56,18 @@ def test_such_a_column_is_refused_whatever_it_is_called(tmp_path: Path, wanted: 
         _ = source[0]
 
 
+def test_a_column_whose_name_begins_like_that_of_another_is_neither_counted_nor_read_for_it(tmp_path: Path) -> None:
+    """`a.b` was counted for `a`, read with it, and its lengths were taken for those of `a`."""
+    columns = {"a.b": texts("list"), "a": pa.array([[1, 2], [3]] * (ROWS // 2), pa.list_(pa.int32()))}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    source = open_source(tmp_path / "a.parquet", ["a"])
+    assert source[1]["a"].tolist() == [3]
+    assert source.lengths is not None
+    assert source.lengths[:4].tolist() == [2, 1, 2, 1]
+    rows = records(source.shards[0].file, source._wanted)
+    assert [next(rows)["a"].tolist() for _ in range(2)] == [[1, 2], [3]]
+
+
 def test_rows_of_such_a_file_are_read_in_order_as_few_at_a_time_need_little(tmp_path: Path) -> None:
     path = repeated(tmp_path / "a.parquet", "plain")
     file = File.from_path(path, "parquet", path.name)

@@ -145,8 +145,11 @@ class File:
 
     def check(self) -> None:
         """Raise if a local file has changed since it was found."""
-        if (now := self.now()) != self:
-            raise self.changed_error(now)
+        if is_remote(self.path):
+            return
+        status = Path(self.path).stat()
+        if status.st_size != self.size or str(status.st_mtime_ns) != self.stamp:
+            raise self.changed_error(self.now())
 
     def changed_error(self, now: File) -> DataError:
         """The error for a file that has changed since it was found."""

@@ -15,7 +15,7 @@ import re
 import stat
 import sys
 from contextlib import ExitStack, suppress
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader, FileIO, TextIOWrapper
 from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -399,7 +399,7 @@ def _open_checked(descriptor: int, shown: str) -> BufferedReader:
         if not stat.S_ISREG(mode):
             raise UnsafePathError(f"{shown} is {describe_kind(mode)}, not a file; it was not read")
         os.set_blocking(descriptor, True)
-        return os.fdopen(descriptor, "rb")
+        return BufferedReader(FileIO(descriptor))  # what os.fdopen makes, which asks the system once more
     except BaseException:
         os.close(descriptor)
         raise

@@ -7,7 +7,7 @@ import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,19 +99,27 @@ class _Leaf(NamedTuple):
     width: int  # bytes of a value that is not a text, at most
 
 
-def _lies_in(path: str, column: str) -> bool:
-    """Whether a leaf may be of a column: names have dots of their own, too, so all that it could be is counted."""
-    return path == column or path.startswith(f"{column}.")
+def _count_leaves(kind: Any) -> int:
+    """How many leaves a column of this type has in a file."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _count_leaves(kind.storage_type)
+    return sum(_count_leaves(kind.field(number).type) for number in range(kind.num_fields)) if kind.num_fields else 1
 
 
-def _find_leaves(footer: Any, names: Sequence[str]) -> list[_Leaf]:
-    """The leaves of some columns."""
-    found = []
-    for place in range(footer.num_columns):
-        column = footer.schema.column(place)
-        if any(_lies_in(column.path, name) for name in names):
-            is_text, in_lists = column.physical_type == "BYTE_ARRAY", column.max_repetition_level > 0
-            found.append(_Leaf(place, column.path, is_text, in_lists, max(8, column.length)))
+def _find_leaves(parquet: Any) -> dict[str, list[_Leaf]]:
+    """The leaves of each column. Their paths do not tell: `a.b` may be a part of `a`, or a column with such a name."""
+    places, schema = range(parquet.metadata.num_columns), parquet.schema
+    leaves = []
+    for place in places:
+        column = schema.column(place)
+        is_text, in_lists = column.physical_type == "BYTE_ARRAY", column.max_repetition_level > 0
+        leaves.append(_Leaf(place, column.path, is_text, in_lists, max(8, column.length)))
+    counts = [_count_leaves(field.type) for field in parquet.schema_arrow]
+    if sum(counts) != len(leaves):
+        raise ValueError(f"it has {len(leaves)} columns of values, where its schema needs {sum(counts)}")
+    every, found = iter(leaves), dict[str, list[_Leaf]]()
+    for field, count in zip(parquet.schema_arrow, counts, strict=True):
+        found.setdefault(field.name, []).extend(islice(every, count))
     return found
 
 
@@ -124,10 +132,10 @@ class ParquetReader:
         self._footer_checked = False
         with self._open_file() as parquet:
             self._footer, self.schema = parquet.metadata, parquet.schema_arrow
-        wanted.check(file.path, self.schema)
+            wanted.check(file.path, self.schema)
+            self._leaves = _find_leaves(parquet)
         self._names = list(wanted.columns or self.schema.names)
         footer: Any = self._footer
-        self._leaves = _find_leaves(footer, self._names)
         file.check_rows(footer.num_rows)
         self.rows = np.array([footer.row_group(i).num_rows for i in range(footer.num_row_groups)], dtype=np.int64)
         for rows in (self.rows.min(initial=0), self.rows.sum()):
@@ -146,10 +154,10 @@ class ParquetReader:
         with wrap_read_errors(self._file), self._file.open() as source, self._parquet(source) as parquet:
             at_once = self._check_size(number, source=source)
             if rows <= at_once:
-                table = parquet.read_row_group(number, columns=self._names, use_threads=False).select(self._names)
+                table = parquet.reader.read_row_group(number, self._places(self._names), False).select(self._names)
                 return TableBlock(table, self._file.path, first, self._wanted, table.nbytes)
             blocks, size = [], 0
-            for batch in parquet.iter_batches(at_once, [number], columns=self._names, use_threads=False):
+            for batch in parquet.reader.iter_batches(at_once, [number], self._places(self._names), False):
                 size += batch.nbytes
                 self._file.check_unpacked(size, f"row group {number}")
                 blocks.append(TableBlock(batch.select(self._names), self._file.path, first, self._wanted, batch.nbytes))
@@ -161,7 +169,7 @@ class ParquetReader:
         first = 0
         rows = min([_BATCH_ROWS, *map(self._check_size, range(len(self.rows)))])
         with self._open_file() as parquet:
-            for batch in parquet.iter_batches(batch_size=rows, columns=self._names, use_threads=False):
+            for batch in parquet.reader.iter_batches(rows, range(len(self.rows)), self._places(self._names), False):
                 yield from TableBlock(batch.select(self._names), self._file.path, first, self._wanted, 0)
                 first += batch.num_rows
 
@@ -173,9 +181,16 @@ class ParquetReader:
             each = [
                 tables.column_lengths(chunk)
                 for number in range(len(self.rows))
-                for chunk in parquet.read_row_group(number, columns=[column], use_threads=False).column(0).chunks
+                for chunk in parquet.reader.read_row_group(number, self._places([column]), False).column(0).chunks
             ]
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
+
+    def _places(self, columns: Sequence[str]) -> list[int]:
+        """The leaves of some columns, by number.
+
+        Asked for `a` by its name, Arrow reads a column named `a.b` as well; so its inner reader is asked by numbers.
+        """
+        return [leaf.place for column in columns for leaf in self._leaves[column]]
 
     @contextmanager
     def _open_file(self, **options: Any) -> Iterator[Any]:
@@ -224,7 +239,7 @@ class ParquetReader:
             return self._rows_at_once[number]
         footer: Any = self._footer
         rows, what = int(self.rows[number]), f"row group {number}"
-        wanted = self._leaves if column is None else _find_leaves(footer, [column])
+        wanted = [leaf for name in (self._names if column is None else [column]) for leaf in self._leaves[name]]
         self._file.check_unpacked(footer.row_group(number).total_byte_size, what)
         places = [leaf.place for leaf in wanted if leaf.is_text or leaf.in_lists]
         if places:
@@ -235,13 +250,13 @@ class ParquetReader:
                 pages = self._read_pages(number, places, opened)
         else:
             pages = self._read_pages(number, places, source)
-        fixed, per_row, nested = 0, 0, list[tuple[str, ColumnPages]]()
+        fixed, per_row, nested = 0, 0, list[tuple[_Leaf, ColumnPages]]()
         for leaf in wanted:
             found = pages.get(leaf.place)
             if not leaf.is_text:
                 fixed += (found.values if found else rows) * leaf.width
             elif found and found.repeated and leaf.in_lists:
-                nested.append((leaf.path, found))
+                nested.append((leaf, found))
             elif found and found.repeated:
                 per_row += found.largest
         self._file.check_unpacked(fixed, what)
@@ -281,26 +296,26 @@ class ParquetReader:
                 )
         return found
 
-    def _check_nested(self, number: int, fixed: int, columns: Sequence[tuple[str, ColumnPages]]) -> None:
+    def _check_nested(self, number: int, fixed: int, columns: Sequence[tuple[_Leaf, ColumnPages]]) -> None:
         """Refuse lists of texts that would take far more memory than the file, by their dictionaries."""
         size = fixed
-        if plain := [path for path, pages in columns if not pages.delta]:
+        if plain := [leaf for leaf, pages in columns if not pages.delta]:
             longest = self._longest_texts(number, plain)
-            size += sum(pages.repeated * longest.get(path, 0) for path, pages in columns if not pages.delta)
+            size += sum(pages.repeated * longest.get(leaf.place, 0) for leaf, pages in columns if not pages.delta)
         size += sum(pages.repeated * pages.largest for _, pages in columns if pages.delta)
         self._file.check_unpacked(size, f"row group {number}")
 
-    def _longest_texts(self, number: int, paths: list[str]) -> dict[str, int]:
-        """Bytes of the longest value in the dictionary of each column of a row group that begins with one."""
+    def _longest_texts(self, number: int, leaves: Sequence[_Leaf]) -> dict[int, int]:
+        """Bytes of the longest value in the dictionaries of a column, for leaves of it that begin with one."""
+        paths, places = [leaf.path for leaf in leaves], [leaf.place for leaf in leaves]
         with self._open_file(read_dictionary=paths, pre_buffer=False) as parquet:
-            read = parquet.iter_batches(batch_size=1, row_groups=[number], columns=paths, use_threads=False)
-            batch = next(iter(read), None)
+            batch = next(iter(parquet.reader.iter_batches(1, [number], places, False)), None)
         if batch is None:
             return {}
-        found: dict[str, int] = {}
+        found: dict[int, int] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             longest = max((pc.max(pc.binary_length(each)).as_py() or 0 for each in _dictionaries(column)), default=0)
-            found |= {path: max(longest, found.get(path, 0)) for path in paths if _lies_in(path, name)}
+            found |= {leaf.place: max(longest, found.get(leaf.place, 0)) for leaf in self._leaves[name]}
         return found
 
     def _check_nulls(self) -> None:

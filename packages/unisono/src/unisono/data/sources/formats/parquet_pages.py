@@ -6,8 +6,7 @@ in memory. Arrow believes the headers and not the footer, so they are read here,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _VALUES = {0: (5, 2), 3: (8, 4)}  # of the types of pages that hold values: fields of their header and of its encoding
 _DICTIONARY_PAGE = 2
@@ -16,15 +15,14 @@ _REPEATING = (2, 7, 8)  # PLAIN_DICTIONARY, DELTA_BYTE_ARRAY, RLE_DICTIONARY
 _DELTA = 7
 _EMPTY_PAGES = 1000  # of one column, at most
 _MAX_HEADER, _MAX_DEPTH = 16 << 20, 8  # bytes, as Arrow has it; structures in each other
-_WINDOW = 256  # bytes that are read for a header at first
+_WINDOW = 1024  # bytes that are read for a header at first: of a small column the first pages, too
 READ_AHEAD = 8 << 20  # bytes of a column that are asked of a server at once
 
 
 _Fields = dict[int, tuple[int, Any]]  # types and values, by the numbers of the fields
 
 
-@dataclass(frozen=True)
-class ColumnPages:
+class ColumnPages(NamedTuple):
     """What the pages of a column of a row group can become.
 
     Attributes:
@@ -144,8 +142,13 @@ def _structure(content: bytes, at: int, depth: int) -> tuple[_Fields, int]:
             number, at = _integer(content, at, 16)
         if number in fields:
             raise ValueError(f"a header of a page has field {number} twice")
-        value, at = _value(content, at, kind & 15, depth)
-        fields[number] = kind & 15, value
+        kind &= 15
+        if kind == _INTEGER and (byte := content[at]) < 128:  # most of a header; a group of a few rows feels the calls
+            fields[number] = kind, (byte >> 1) ^ -(byte & 1)
+            at += 1
+            continue
+        value, at = _value(content, at, kind, depth)
+        fields[number] = kind, value
     return fields, at + 1
 
 

@@ -103,8 +103,9 @@ def _to_arrays(column: Any) -> list[Any]:
     numbers = flat.to_numpy(zero_copy_only=False)
     if len(column) == 1:
         return [numbers.copy()]
-    ends = np.cumsum(pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64))
-    return [numbers[end - size : end].copy() for end, size in zip(ends, np.diff(ends, prepend=0), strict=True)]
+    sizes = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    ends = sizes.cumsum(dtype=np.int64).tolist()
+    return [numbers[end - size : end].copy() for end, size in zip(ends, sizes.tolist(), strict=True)]
 
 
 def _single_chunk(column: Any) -> Any:
