@@ -33,7 +33,7 @@ def test_the_command_prints_memory_collectives_time_and_a_layout_to_type() -> No
     lines = "\n".join(describe(plan("train.global_batch=128", "layout.strategy=fsdp", hardware="h100x16")))
     assert f"{PARAMETERS:,} parameters are trained" in lines
     for part in (
-        "as asked: fsdp, 1 × 8 rows",
+        "as configured: fsdp, 1 × 8 rows",
         "optimizer",
         "all_gather",
         "between nodes",
@@ -52,15 +52,15 @@ def test_a_plan_wraps_no_line_and_loses_no_word_at_any_width(monkeypatch: pytest
 def test_what_is_found_is_no_slower_than_what_was_asked_for_and_fits() -> None:
     found = plan("train.global_batch=128", "layout.strategy=fsdp", "layout.micro_batch=1", hardware="h100x8")
     assert found.best is not None and found.best.fits
-    assert found.best.time is not None and found.asked.time is not None
-    assert found.best.time.total <= found.asked.time.total
+    assert found.best.time is not None and found.configured.time is not None
+    assert found.best.time.total <= found.configured.time.total
     assert found.considered > 20
     assert "layout.strategy=" in " ".join(layout_words(found.best.layout))
 
 
 def test_nothing_fits_a_device_that_is_too_small() -> None:
     found = plan("train.global_batch=8", hardware="h100x8", memory_gb=2.001)
-    assert (found.asked.fits, found.best) == (False, None)
+    assert (found.configured.fits, found.best) == (False, None)
     assert any(line.startswith("none of") and "fits 2 GB" in line for line in describe(found))
 
 

@@ -26,7 +26,7 @@ def test_a_run_that_loses_its_host_is_placed_again_and_ends_no_other(
         how = ends[job.name].pop(0)
         return SimpleNamespace(job=job, poll=lambda: how, release=lambda: None, stop_requested=False)
 
-    monkeypatch.setattr(ray, "import_ray", lambda: None)
+    monkeypatch.setattr(ray, "import_extra", lambda *_, **__: None)
     monkeypatch.setattr(ray, "_POLL", 0.0)
     monkeypatch.setattr(ray.RayLauncher, "_place", place)
     monkeypatch.setattr(ray.RayLauncher, "_connected", lambda self: nullcontext())
@@ -48,7 +48,7 @@ def test_a_stopped_run_is_not_placed_again_when_its_host_is_lost(
     ends = [None, LOST]
     one = SimpleNamespace(poll=lambda: ends.pop(0), release=lambda: None, stop_requested=False)
     one.stop = lambda: setattr(one, "stop_requested", True)
-    monkeypatch.setattr(ray, "import_ray", lambda: None)
+    monkeypatch.setattr(ray, "import_extra", lambda *_, **__: None)
     monkeypatch.setattr(ray, "_POLL", 0.0)
     monkeypatch.setattr(ray.RayLauncher, "_connected", lambda self: nullcontext())
     placed: list[Job] = []

@@ -82,7 +82,6 @@ def arm(text: str | None) -> None:
 
 
 def _read_request() -> str | None:
-    """Return the faults requested by a process of this machine that is still alive."""
     with suppress(ValueError, KeyError, TypeError):
         request = json.loads(os.environ.get(VARIABLE, ""))
         if identity.is_alive(request["requested_by"]):

@@ -197,7 +197,6 @@ def train_command(*words: str) -> list[str]:
 
 
 def _task_and_settings(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The reference of the small task, and its settings."""
     keys = {word.partition("=")[0] for word in words}
     return f"{TASK}:Small", [*(word for word in SETTINGS if word.partition("=")[0] not in keys), *words]
 
@@ -280,7 +279,6 @@ def read_arrays(run: Path) -> dict[str, Any]:
 
 
 def _read_newest(run: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """State and arrays of a run's newest checkpoint."""
     from unisono.checkpoint.core import commit
 
     checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])

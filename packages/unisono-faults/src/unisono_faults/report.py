@@ -102,7 +102,6 @@ def format_matrix(rows: Mapping[str, str]) -> str:
 
 
 def _parse_rows(text: str) -> dict[str, str]:
-    """The rows of a page, by key."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == _HEAD.count("|")]
     return {_split_cells(line)[0]: line for line in lines if line != _HEAD}
 

@@ -123,8 +123,8 @@ def step_time(
         for last, times in ((False, passes - 1), (True, 1)) if inner else ((True, 1),):
             calls = [call for call in collectives if call.phase == phase and (call.last == last or not inner)]
             products, others = _work_seconds(work.get(phase, Work()), peak, bandwidth, shares, compiled)
-            asked = work.get(phase, Work()).calls * shares.call * (shares.fused if compiled else 1.0)
-            waits = max(0.0, asked + len(calls) * shares.message - products - others)
+            host_seconds = work.get(phase, Work()).calls * shares.call * (shares.fused if compiled else 1.0)
+            waits = max(0.0, host_seconds + len(calls) * shares.message - products - others)
             seconds = [ring_seconds(call, hardware, shares) for call in calls]
             edge = sum(seconds)
             if seconds and inner:  # a forward pass waits for its first gather, a backward pass for its last reduction
@@ -137,6 +137,5 @@ def step_time(
 
 
 def _work_seconds(work: Work, peak: float, bandwidth: float, shares: Shares, compiled: bool) -> tuple[float, float]:
-    """Seconds of products and of everything else."""
     products = max(work.flops / (peak * shares.product), work.product_bytes / bandwidth)
     return products, (shares.fused if compiled else 1.0) * work.other_bytes / bandwidth

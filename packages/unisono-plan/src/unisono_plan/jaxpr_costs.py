@@ -196,7 +196,6 @@ class _Walk:
 
 
 def _flatten(jaxpr: Any, phase: Phase) -> tuple[list[_Operator], list[_Value]]:
-    """The operators of a program and of what it calls, and its results."""
     operators: list[_Operator] = []
 
     def walk(inner: Any, given: Sequence[_Value], outer: Phase) -> list[_Value]:

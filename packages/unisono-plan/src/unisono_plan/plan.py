@@ -42,10 +42,10 @@ class Plan:
     """What is foretold of a recipe.
 
     Attributes:
-        config: With the layout that was asked for.
+        config: With its layout resolved.
         hardware: On which it runs.
         parameters: That are trained.
-        asked: The estimate of the layout that was asked for.
+        configured: The estimate of the configured layout.
         best: That of the best one, traced; None if none fits or it was not looked for.
         considered: Layouts that were looked at.
         loading: Seconds that a row takes the workers of a process to build, on this host.
@@ -55,7 +55,7 @@ class Plan:
     config: RunConfig
     hardware: Hardware
     parameters: int
-    asked: Estimate
+    configured: Estimate
     best: Estimate | None
     considered: int
     loading: float
@@ -89,19 +89,18 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
     seen = trace({}, split.micro_batch, split.passes)
     work = {name: value / split.micro_batch for name, value in micro.work.items()}
     conditions = Conditions(hardware, config.train.precision, rows.seconds, work, config.layout.engine == "jax")
-    asked = estimate_traced(seen, config.layout, split.passes, conditions)
+    configured = estimate_traced(seen, config.layout, split.passes, conditions)
     best, found = None, list[Estimate]()
     if settings.search:
         found = search(
             trace, config.layout, split.passes * split.micro_batch, split.micro_batch, conditions, seen.parameters
         )
-        best = _trace_best(trace, found, asked, conditions)
+        best = _trace_best(trace, found, configured, conditions)
     shapes = {name: tuple(value.shape) for name, value in micro.arrays.items() if hasattr(value, "shape")}
-    return Plan(config, hardware, seen.parameters, asked, best, len(found), rows.seconds, shapes)
+    return Plan(config, hardware, seen.parameters, configured, best, len(found), rows.seconds, shapes)
 
 
 def _choose_tracer(task: Task, config: RunConfig) -> Callable[[RunConfig, MicroBatch, int], Trace]:
-    """The tracer of the engine that trains a task."""
     if config.layout.engine == "jax":
         from unisono_plan import jax_trace
 
@@ -111,11 +110,11 @@ def _choose_tracer(task: Task, config: RunConfig) -> Callable[[RunConfig, MicroB
     return partial(torch_trace.trace_torch_step, task)
 
 
-def _trace_best(trace: Any, found: list[Estimate], asked: Estimate, conditions: Conditions) -> Estimate | None:
-    """The best layout that fits when it is traced itself; the one that was asked for if none is faster."""
-    traced = [asked] if asked.fits else []
+def _trace_best(trace: Any, found: list[Estimate], configured: Estimate, conditions: Conditions) -> Estimate | None:
+    """The best layout that fits when it is traced itself; the configured one if none is faster."""
+    traced = [configured] if configured.fits else []
     for one in [one for one in found if one.fits][:_TRIED]:
-        if same_layout(one.layout, asked.layout, asked.rows):
+        if same_layout(one.layout, configured.layout, configured.rows):
             continue
         seen = trace(one.layout.model_dump(), one.rows, one.passes)
         traced.append(estimate_traced(seen, one.layout, one.passes, conditions))

@@ -24,7 +24,7 @@ def describe(plan: Plan, width: int | None = None) -> list[str]:
         f"{config.train.global_batch:,} rows a step",
         f"{plan.parameters:,} parameters are trained; a micro-batch is {shapes}",
         "",
-        *_estimate("as asked", plan.asked, plan, width),
+        *_estimate("as configured", plan.configured, plan, width),
         *_best(plan, width),
         "",
         "A simulation: nothing was run on these devices. docs/plan.md says what it cannot see.",
@@ -40,7 +40,7 @@ def _best(plan: Plan, width: int | None) -> Iterator[str]:
             f"none of {plan.considered:,} layouts fits {plan.hardware.memory / 1e9:.0f} GB: take more devices, a "
             "smaller model or shorter rows"
         )
-    elif plan.best is plan.asked:
+    elif plan.best is plan.configured:
         yield f"of {plan.considered:,} layouts, none is faster"
     else:
         yield from _estimate(f"the best of {plan.considered:,} layouts", plan.best, plan, width)

@@ -1,6 +1,6 @@
 """The fastest layout that fits: strategy × shards × micro-batch × recomputation, from a few traces.
 
-Steps of as many rows as were asked for are traced, and of half as many, and with recomputation; memory and work of
+Steps of as many rows as are configured are traced, and of half as many, and with recomputation; memory and work of
 other sizes are lines through these. State is divided by the number of shards; what copying shards costs is taken as
 that of two. What comes out best is traced itself, before it is reported.
 """
@@ -73,62 +73,62 @@ class Family:
 
 
 def search(
-    tracer: Tracer, asked: Layout, rows: int, size: int, conditions: Conditions, parameters: int
+    tracer: Tracer, configured: Layout, rows: int, size: int, conditions: Conditions, parameters: int
 ) -> list[Estimate]:
     """Estimates of all layouts, the best first; those that do not fit come last.
 
     Args:
         tracer: Traces a layout.
-        asked: Of the user; what is not searched stays as it is there.
+        configured: Of the user; what is not searched stays as it is there.
         rows: Of a process in a step.
-        size: Rows of a micro-batch that was asked for.
+        size: Rows of the configured micro-batch.
         conditions: What all layouts share.
         parameters: That are trained.
     """
-    found = list(_candidates(tracer, asked, rows, max(size, min(rows, 2)), conditions, parameters))
+    found = list(_candidates(tracer, configured, rows, max(size, min(rows, 2)), conditions, parameters))
     return sorted(found, key=lambda one: (not one.fits, one.time.total if one.time and one.fits else one.memory))
 
 
 def _candidates(
-    tracer: Tracer, asked: Layout, rows: int, size: int, conditions: Conditions, parameters: int
+    tracer: Tracer, configured: Layout, rows: int, size: int, conditions: Conditions, parameters: int
 ) -> Iterator[Estimate]:
     world = conditions.hardware.count
     if world == 1:
         family = Family.trace(tracer, {"strategy": "single", "world_size": 1, "shards": None}, size)
-        yield from _layouts(family, asked, "single", 1, 1, rows, conditions)
+        yield from _layouts(family, configured, "single", 1, 1, rows, conditions)
         return
     if 16.0 * parameters < conditions.hardware.memory:  # weights, gradients and two moments in fp32, on each device
         family = Family.trace(tracer, {"strategy": "ddp", "world_size": 2, "shards": None}, size)
-        yield from _layouts(family, asked, "ddp", 1, world, rows, conditions)
-    if asked.sync_batch_norm or asked.reduction == "ordered":
+        yield from _layouts(family, configured, "ddp", 1, world, rows, conditions)
+    if configured.sync_batch_norm or configured.reduction == "ordered":
         return
     family = Family.trace(tracer, {"strategy": "fsdp", "world_size": _TRACED_SHARDS, "shards": None}, size)
-    yield from _layouts(family, asked, "fsdp", world, world, rows, conditions)
+    yield from _layouts(family, configured, "fsdp", world, world, rows, conditions)
     shards = 2
     while shards < world:
         if world % shards == 0:
-            yield from _layouts(family, asked, "hsdp", shards, world, rows, conditions)
+            yield from _layouts(family, configured, "hsdp", shards, world, rows, conditions)
         shards *= 2
 
 
 def _layouts(
-    family: Family, asked: Layout, strategy: str, shards: int, world: int, rows: int, conditions: Conditions
+    family: Family, configured: Layout, strategy: str, shards: int, world: int, rows: int, conditions: Conditions
 ) -> Iterator[Estimate]:
     """All micro-batches and recomputations of a strategy."""
     sharded = strategy in ("fsdp", "hsdp")
     for size in divisors(rows)[:_SIZES]:
         passes = rows // size
-        for every in sorted({0, 1, 2, asked.activation_checkpointing}):
+        for every in sorted({0, 1, 2, configured.activation_checkpointing}):
             share = 1 / every if every else 0.0
-            layout = asked.model_copy(
+            layout = configured.model_copy(
                 update={
                     "strategy": strategy,
                     "world_size": world,
                     "shards": shards if strategy == "hsdp" else None,
                     "micro_batch": size,
                     "activation_checkpointing": every,
-                    "defer_reduction": asked.defer_reduction and sharded,
-                    "bucket_mb": asked.bucket_mb if strategy == "ddp" else None,
+                    "defer_reduction": configured.defer_reduction and sharded,
+                    "bucket_mb": configured.bucket_mb if strategy == "ddp" else None,
                 }
             )
             calls = family.calls(passes)

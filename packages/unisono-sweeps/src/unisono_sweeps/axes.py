@@ -250,8 +250,9 @@ def read_configs(path: Path) -> list[Point]:
     points = []
     for given in listed:
         values = flatten_settings(path, {key: value for key, value in given.items() if key != "name"})
+        found = {key: lines.get(key, lines.get(key.rpartition(".")[2])) for key in values}
         settings = [
-            Setting(key, format_override(value), f"{path}:{line}" if (line := _find_line(key, lines)) else str(path))
+            Setting(key, format_override(value), f"{path}:{found[key]}" if found[key] else str(path))
             for key, value in values.items()
         ]
         points.append(Point(tuple(settings), str(given.get("name", ""))))
@@ -267,10 +268,6 @@ def _key_lines(path: Path) -> dict[str, int]:
         elif isinstance(node, ast.keyword) and node.arg:
             lines[node.arg] = min(node.value.lineno, lines.get(node.arg, node.value.lineno))
     return lines
-
-
-def _find_line(key: str, lines: Mapping[str, int]) -> int | None:
-    return lines.get(key, lines.get(key.rpartition(".")[2]))
 
 
 def _refuse_double_keys(axes: Sequence[Sequence[Point]], fixed: Sequence[str]) -> None:

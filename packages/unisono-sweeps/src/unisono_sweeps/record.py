@@ -125,15 +125,12 @@ def judge_end(folder: Path, how: Ended) -> tuple[Ended, RunFacts | None]:
     return how, run
 
 
-def _read_lines(folder: Path) -> list[str]:
-    return safe_paths.read_bytes(folder, OUTCOMES, 1 << 30).decode("utf-8", errors="replace").splitlines()
-
-
 def read_outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     """How each run of a sweep ended the last time; lines that are damaged are left out."""
-    path = folder / OUTCOMES
+    if not (folder / OUTCOMES).is_file():
+        return {}
     found = {}
-    for line in _read_lines(folder) if path.is_file() else ():
+    for line in safe_paths.read_bytes(folder, OUTCOMES, 1 << 30).decode("utf-8", errors="replace").splitlines():
         with suppress(ValueError):
             outcome = safe_paths.parse_json(line, Outcome)
             found[outcome["run"]] = outcome

@@ -31,10 +31,16 @@ from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Variant, read_space
 from unisono_sweeps.compare.table import is_number, measure
-from unisono_sweeps.extras import import_optuna
 from unisono_sweeps.launchers.local import LocalLauncher
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
-from unisono_sweeps.study import SearchSettings, distributions, open_study, refuse_other_search, suggest
+from unisono_sweeps.study import (
+    SearchSettings,
+    distributions,
+    import_optuna,
+    open_study,
+    refuse_other_search,
+    suggest,
+)
 from unisono_sweeps.sweep import build_job, split_place
 from unisono_sweeps.text_table import format_number
 from unisono_sweeps.user_file import flatten_settings, load_function
@@ -46,8 +52,6 @@ _LOOK_EVERY = 1.0  # seconds between looks at the evaluations of a run
 
 @dataclass
 class _Search:
-    """A search under way."""
-
     settings: SearchSettings
     study: Any
     recipe: str
@@ -168,8 +172,6 @@ class _Search:
 
 @dataclass
 class _Trial:
-    """A trial whose run is under way."""
-
     trial: Any
     folder: Path
     reported: int = 0

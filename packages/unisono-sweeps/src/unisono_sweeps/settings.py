@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from unisono.config.schema import Settings
 
@@ -25,6 +25,13 @@ def read_list(value: Any) -> Any:
     return read if isinstance(read, list) else [read]
 
 
+def _check_folder(name: str) -> str:
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable():
+        raise ValueError(f"must be the name of one folder, not {name!r}; use run.dir for the place")
+    return name
+
+
+FolderName = Annotated[str, AfterValidator(_check_folder)]
 MOST_RUNS = 100_000  # of a sweep; more are a slip
 Seeds = Annotated[Annotated[int, Field(gt=0, le=MOST_RUNS)] | list[int], BeforeValidator(parse_list)]
 Zipped = Annotated[list[str] | list[list[str]], BeforeValidator(parse_list)]
@@ -33,7 +40,7 @@ Zipped = Annotated[list[str] | list[list[str]], BeforeValidator(parse_list)]
 class SweepSettings(Settings):
     """The settings of a sweep. On the command line they stand without a group: `seeds=3`."""
 
-    name: str | None = Field(None, min_length=1, description="folder of the sweep; null: the recipe and the swept keys")
+    name: FolderName | None = Field(None, description="folder of the sweep; null: the recipe and the swept keys")
     seeds: Seeds | None = Field(None, description="number of seeds of each run, from 0, or a list of them")
     zip: Zipped = Field([], description="swept keys that change together, e.g. [model.width,optim.lr]")
     draws: PositiveInt | None = Field(
@@ -43,13 +50,6 @@ class SweepSettings(Settings):
     configs: Path | None = Field(None, description="Python file with configs(), which returns a list of settings")
     trial: bool = Field(True, description="build each model and run a micro-batch through it before anything starts")
     launcher: str = Field("local", description="where the runs run")
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and (Path(name).name != name or name in (".", "..") or not name.isprintable()):
-            raise ValueError(f"must be the name of one folder, not {name!r}; use run.dir for the place")
-        return name
 
     @property
     def seed_list(self) -> list[int]:

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from unisono.config.schema import Settings
+from unisono.runtime.code.entry_points import import_extra
 from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono_sweeps.axes import Space
-from unisono_sweeps.extras import import_optuna
-from unisono_sweeps.settings import read_list
+from unisono_sweeps.settings import FolderName, read_list
 
 STUDY = "study.journal"
 _ABOUT = "search"  # attribute of the study: what it is a study of
@@ -40,17 +40,10 @@ class SearchSettings(Settings):
         ["min"], description="whether the smallest or the largest value is best; one for each metric"
     )
     prune: bool = Field(True, description="stop a run early if its evaluations are worse than the median's")
-    name: str | None = Field(None, min_length=1, description="folder of the search; null: the recipe and the keys")
+    name: FolderName | None = Field(None, description="folder of the search; null: the recipe and the keys")
     seed: int = Field(0, description="of the sampler")
     space: Path | None = Field(None, description="Python file with space(trial), which returns settings of a run")
     launcher: str = Field("local", description="where the runs run")
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and (Path(name).name != name or name in (".", "..")):
-            raise ValueError(f"must be the name of one folder, not {name!r}; use run.dir for the place")
-        return name
 
     @model_validator(mode="after")
     def _check_modes(self) -> SearchSettings:
@@ -63,6 +56,15 @@ class SearchSettings(Settings):
         """In Optuna's words, one for each metric."""
         modes = self.mode * len(self.metric) if len(self.mode) == 1 else self.mode
         return ["minimize" if mode == "min" else "maximize" for mode in modes]
+
+
+def import_optuna() -> Any:
+    """Optuna, which only a search needs.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    return import_extra("optuna", "search", "unisono search", of="unisono-sweeps")
 
 
 def open_study(folder: Path, settings: SearchSettings) -> Any:
@@ -143,9 +145,9 @@ def refuse_other_search(
                 f"{folder} holds another search: {what}: {one_line(shown) or 'none'} there, and "
                 f"{', '.join(words) or 'none'} here; choose another name="
             )
-    asked = distributions(space)
+    wanted = distributions(space)
     for trial in study.get_trials(deepcopy=False):
-        for key, one in asked.items():
+        for key, one in wanted.items():
             try:
                 if key in trial.distributions:
                     optuna.distributions.check_distribution_compatibility(trial.distributions[key], one)

@@ -114,6 +114,13 @@ def test_the_cell_that_a_class_is_from_counts_not_a_later_one_that_failed(cells)
     assert "net = lambda width: torch.nn.Linear(1, 1)" in written(names["Line"])
 
 
+def test_the_cell_of_a_class_is_known_by_what_its_properties_compute(cells):
+    names = cells("class Size:\n    @property\n    def rows(self): return 2")
+    kind = names["Size"]
+    cells("class Size:\n    @property\n    def rows(self): return 3")
+    assert "return 2" in written(kind) and "return 3" not in written(kind)
+
+
 def test_what_only_memory_has_is_named_and_several_processes_are_refused(cells, tmp_path: Path):
     names = cells(
         "import torch, unisono", "WIDTH, net = 1, torch.nn.Linear", "SIZES = type('Sizes', (dict,), {})(rows=2)", TASK

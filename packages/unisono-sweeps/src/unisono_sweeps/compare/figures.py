@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from unisono.runtime.code.entry_points import import_extra
 from unisono.supervise.run_facts import RunFacts
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw
 from unisono_sweeps.compare.table import aggregate_seeds, name_setting
-from unisono_sweeps.extras import import_plots
-from unisono_sweeps.pareto import pareto_front
 from unisono_sweeps.text_table import is_wide
 
 _MOST_NAMED = 12  # curves with a legend
@@ -31,8 +30,8 @@ def draw_figures(
     keys: Sequence[str],
     metric: str,
     *,
-    mode: str = "min",
-    fit: tuple[str, PowerLaw] | None = None,
+    mode: str,
+    fit: tuple[str, PowerLaw] | None,
 ) -> list[Path]:
     """Draw all pictures that the runs have data for; returns their files.
 
@@ -45,8 +44,8 @@ def draw_figures(
         mode: whether its smallest or its largest value is best, `min` or `max`.
         fit: a column of the table and the power law of the metric over it.
     """
-    import_plots("matplotlib", "drawing pictures").use("Agg")  # without a display
-    plot = import_plots("matplotlib.pyplot", "drawing pictures")
+    import_extra("matplotlib", "plots", "drawing pictures", of="unisono-sweeps").use("Agg")  # without a display
+    plot = import_extra("matplotlib.pyplot", "plots", "drawing pictures", of="unisono-sweeps")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [_draw_curves(plot, folder / "curves.png", runs, table, keys, metric)]
     short = shorten_keys(list(keys))
@@ -131,6 +130,26 @@ def _draw_pareto(plot: Any, path: Path, table: pa.Table, cost: str, metric: str,
     axes.set_xlabel(about[cost])
     axes.set_ylabel(metric)
     return _save(plot, figure, path)
+
+
+def pareto_front(points: Sequence[tuple[float, float]], mode: str) -> list[int]:
+    """The numbers of the points that no other one beats in cost and value, by rising cost.
+
+    Args:
+        points: cost and value of each.
+        mode: whether the smallest or the largest value is best, `min` or `max`.
+
+    >>> pareto_front([(1.0, 5.0), (2.0, 3.0), (3.0, 4.0), (4.0, 1.0)], "min")
+    [0, 1, 3]
+    """
+    sign = 1.0 if mode == "min" else -1.0
+    front: list[int] = []
+    best = float("inf")
+    for number in sorted(range(len(points)), key=lambda n: (points[n][0], sign * points[n][1])):
+        if sign * points[number][1] < best:
+            best = sign * points[number][1]
+            front.append(number)
+    return front
 
 
 def _draw_parallel(plot: Any, path: Path, table: pa.Table, keys: Sequence[str], metric: str, mode: str) -> Path:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.runtime import rng
+from unisono.runtime.code.entry_points import import_extra
 from unisono.runtime.errors import ConfigError
-from unisono_sweeps.extras import import_plots
 
 FEWEST = 4  # different x: one more than parameters
 SPAN = 4.0  # at least, between the smallest and the largest x
@@ -120,7 +120,7 @@ def _fit(
     x: Numbers, y: Numbers, start: float | None = None, noise: float | None = None
 ) -> tuple[float, float, float] | None:
     """The best a, b and c for x near 1; None if c leaves the range of exponents."""
-    optimize = import_plots("scipy.optimize", "a power-law fit")
+    optimize = import_extra("scipy.optimize", "plots", "a power-law fit", of="unisono-sweeps")
     first = _EXPONENTS if start is None else np.asarray([start / 2, start, start * 2])
     begin = min(first, key=lambda c: _linear(x, y, c)[1])
     (a, b), _ = _linear(x, y, begin)

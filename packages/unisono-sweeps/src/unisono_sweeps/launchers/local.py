@@ -86,7 +86,7 @@ class LocalLauncher:
             raise ConfigError(
                 f"jobs={self._jobs}: the {kind} devices of this host cannot be divided among runs; use jobs=1"
             )
-        self._count, self._share_devices = count, settings.share_devices
+        self._count = count
         visible = (os.environ.get(_VISIBLE) or ",".join(map(str, range(count)))).split(",")[:count]
         self._shares = divide_host(self._jobs, cores, visible, share_devices=settings.share_devices)
 
@@ -145,8 +145,6 @@ class LocalLauncher:
 
 
 class _Process:
-    """A run under way."""
-
     def __init__(self, job: Job, share: Share) -> None:
         self.job = job
         self._began = time.monotonic()

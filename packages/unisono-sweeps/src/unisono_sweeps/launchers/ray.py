@@ -25,9 +25,9 @@ from unisono.config import schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.launch.processes import fork_server
+from unisono.runtime.code.entry_points import import_extra
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
-from unisono_sweeps.extras import import_ray
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 from unisono_sweeps.launchers.hosts import console_of, join_words, list_cores, refuse_misfit
 
@@ -58,7 +58,8 @@ class RayLauncher:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._ray = import_ray()
+        self._ray = import_extra("ray", "ray", "launcher=ray", of="unisono-sweeps")
+        import_extra("ray.util.scheduling_strategies", "ray", "launcher=ray", of="unisono-sweeps")
 
     def hosts(self) -> Hosts:
         """See the interface."""

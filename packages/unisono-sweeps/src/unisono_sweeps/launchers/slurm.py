@@ -32,13 +32,13 @@ from typing_extensions import TypedDict
 from unisono.config import schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
+from unisono.runtime.code.entry_points import import_extra
 from unisono.runtime.errors import ConfigError, Preempted, UnisonoError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Integer, Number, Object, misfit
 from unisono.supervise.run_facts import read_run_facts
 from unisono.supervise.step_sync import STOP
-from unisono_sweeps.extras import import_submitit
 from unisono_sweeps.launchers.console import last_sentence
 from unisono_sweeps.launchers.hosts import list_cores, refuse_misfit
 from unisono_sweeps.launchers.slurm_job import SlurmRun
@@ -79,8 +79,6 @@ class _Ending(TypedDict):
 
 @dataclass
 class _Waiting:
-    """A job in the queue, or running."""
-
     job: Job
     number: str
     vanished: float | None = None
@@ -121,7 +119,7 @@ class SlurmLauncher:
                 f"launcher=slurm: this host has no {missing[0]}; start the command where sbatch works, as on the login "
                 "node of a cluster"
             )
-        import_submitit()
+        self._submitit = import_extra("submitit", "slurm", "launcher=slurm", of="unisono-sweeps")
 
     def hosts(self) -> Hosts:
         """See the interface."""
@@ -250,10 +248,9 @@ class SlurmLauncher:
             yield from self._submit_array(members)
 
     def _submit_array(self, jobs: Sequence[Job]) -> Iterator[_Waiting]:
-        submitit = import_submitit()
         folder = jobs[0].console.parent.absolute() / _FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a job unpickles what lies there
-        executor = submitit.SlurmExecutor(folder, max_num_timeout=self._settings.max_num_timeout)
+        executor = self._submitit.SlurmExecutor(folder, max_num_timeout=self._settings.max_num_timeout)
         parameters = self._parameters(jobs[0], self._settings.jobs)
         extra = {"requeue": True, "signal": f"USR1@{self._settings.warn_seconds}", **self._settings.sbatch}
         executor.update_parameters(
@@ -265,16 +262,17 @@ class SlurmLauncher:
         )
         threads = max(1, parameters["cpus_per_task"] // (jobs[0].processes if self._settings.nodes == 1 else 1))
         tasks = parameters["nodes"] * parameters["ntasks_per_node"]
+        outcomes = [job.console.with_name(f"{job.name}.ended.json") for job in jobs]
         with _clean_environment():
             try:
                 with executor.batch():
                     submitted = [
                         executor.submit(
-                            SlurmRun(job.command, job.console.absolute(), _outcome_path(job).absolute(), threads, tasks)
+                            SlurmRun(job.command, job.console.absolute(), outcome.absolute(), threads, tasks)
                         )
-                        for job in jobs
+                        for job, outcome in zip(jobs, outcomes, strict=True)
                     ]
-            except submitit.core.utils.FailedJobError as error:
+            except self._submitit.core.utils.FailedJobError as error:
                 raise ConfigError(f"Slurm did not take the job: {error}") from error
         for job, one in zip(jobs, submitted, strict=True):
             write_whole(_record_path(job), json.dumps({"job": one.job_id, "command": _digest(job)}) + "\n")
@@ -311,10 +309,6 @@ class SlurmLauncher:
 
 def _record_path(job: Job) -> Path:
     return job.console.parent / f"{job.name}.slurm.json"
-
-
-def _outcome_path(job: Job) -> Path:
-    return job.console.parent / f"{job.name}.ended.json"
 
 
 def _read(path: Path) -> dict[str, Any]:

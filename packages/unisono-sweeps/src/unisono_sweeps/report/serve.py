@@ -70,8 +70,6 @@ class ReportServer(ThreadingHTTPServer):
 
 
 class _Visit(BaseHTTPRequestHandler):
-    """One request."""
-
     server: ReportServer
     timeout = 10  # seconds that a visitor may be silent
 

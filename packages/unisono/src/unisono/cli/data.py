@@ -150,7 +150,6 @@ def _audit(parsed: argparse.Namespace) -> int:
 
 
 def _print_shards(made: Shards) -> None:
-    """What was made, and what it is good for."""
     manifest, blocks = made.manifest, len(made.blocks)
     say(
         f"{made.folder}: {manifest['rows']} rows, {manifest['units']} units ({manifest['shortest']} to "

@@ -67,7 +67,6 @@ def count_processes(words: Sequence[str]) -> int:
 
 
 def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSettings]:
-    """The script, its arguments, and the settings of the proof."""
     from unisono.proof.scripts.script_proof import read_words
 
     names: list[str] = []

@@ -129,7 +129,6 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
 
 
 def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any]:
-    """Return the function of a verb for a task."""
     verbs = {**DEFAULTS, **_verbs_of(reference)}
     if verb not in verbs:
         raise ConfigError(f"{reference} has no verb '{verb}', {_suggest(verb, [*verbs], core)}")
@@ -152,7 +151,6 @@ def _verbs_of(reference: str) -> Mapping[str, Any]:
 
 
 def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callable[..., Any]]]:
-    """Return a verb's functions in all recipes that have it."""
     from unisono.config.code import recipes
 
     known = {name: recipe.verbs for name, recipe in recipes.all_recipes().items()}
@@ -226,7 +224,6 @@ def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list
 
 
 def _parse_value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:
-    """Convert an argument to its parameter's type."""
     import yaml
     from pydantic import TypeAdapter, ValidationError
 

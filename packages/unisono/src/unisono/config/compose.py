@@ -376,7 +376,6 @@ def _parse_override(override: str, folders: list[Path]) -> _Override:
 
 
 def _group_choices(group: str, folders: Sequence[Path]) -> list[str]:
-    """The files of a group."""
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from unisono.config import fingerprint
@@ -125,14 +126,16 @@ class ResolvedRun:
         plain: dict[str, Any] = json.loads(json.dumps(described))
         return plain
 
-    @property
-    def resume_hint(self) -> str:
-        """What to type to resume it: the command, or the setting where it was started from Python."""
-        return self.with_changes({})
+    def resume_command(self, changes: Mapping[str, str | None] = MappingProxyType({})) -> str:
+        """What to type to resume it: the words of its command, or a call where it was started from Python.
 
-    def with_changes(self, changes: Mapping[str, str | None]) -> str:
-        """What to type to resume it with other values for some keys; None leaves a key out."""
-        return resume_command(self.command, self.directory, changes)
+        Args:
+            changes: other values for some keys; None leaves a key out.
+        """
+        if self.command:
+            return shlex.join(override_words(self.command, changes))
+        settings = ", ".join(f'"{key}": "{value}"' for key, value in changes.items() if value is not None)
+        return f'unisono.resume("{self.directory}"{f", {{{settings}}}" if settings else ""})'
 
 
 def absolute_references(config: RunConfig) -> dict[str, Any]:
@@ -144,20 +147,6 @@ def absolute_references(config: RunConfig) -> dict[str, Any]:
         for one in fingerprint.to_json(config)["callbacks"]
     ]
     return {"recipe": references.absolute_reference(config.recipe), "callbacks": callbacks}
-
-
-def resume_command(command: tuple[str, ...], folder: Path, changes: Mapping[str, str | None] | None = None) -> str:
-    """What to type to resume a run: the words of its command, or a call where it was started from Python.
-
-    Args:
-        command: of the run, if there was one.
-        folder: of the run.
-        changes: other values for some keys; None leaves a key out.
-    """
-    if command:
-        return shlex.join(override_words(command, changes or {}))
-    settings = ", ".join(f'"{key}": "{value}"' for key, value in (changes or {}).items() if value is not None)
-    return f'unisono.resume("{folder}"{f", {{{settings}}}" if settings else ""})'
 
 
 def digest_values(values: Mapping[str, Any]) -> str:

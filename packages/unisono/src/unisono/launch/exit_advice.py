@@ -110,4 +110,4 @@ def _has_progressed(run: ResolvedRun) -> bool:
 def _format_command(verb: str, run: ResolvedRun, launcher: str, changes: Mapping[str, str | None] | None = None) -> str:
     """Format `Resume with:` followed by the command on a line of its own."""
     under = f" (under {launcher}, as before)" if launcher not in ("unisono", "none") and run.command else ""
-    return f"{verb}{under} with:\n  {run.with_changes(changes or {})}"
+    return f"{verb}{under} with:\n  {run.resume_command(changes or {})}"

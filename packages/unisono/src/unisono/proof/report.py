@@ -76,7 +76,6 @@ def format_verdicts(
 
 
 def _format_headline(judged: Sequence[Verdict], mark: Mark) -> str:
-    """The verdict, and how many cases it is of."""
     failed = [verdict for verdict in judged if verdict.mark == "FAIL"]
     if mark == "FAIL":
         return f"FAIL: {len(failed)} of {len(judged)} cases"

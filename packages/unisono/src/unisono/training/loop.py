@@ -238,7 +238,7 @@ class Training:
 
     def _finish(self, decision: Decision) -> None:
         """Wait for pending saves and uploads, and report why the run ends here."""
-        say, resumes = self.say, self._run.resume_hint
+        say, resumes = self.say, self._run.resume_command()
         if not decision.preempted:
             self._saving.saver.finish()
         is_leaving = self._wait_for_uploads(decision) or decision.preempted

@@ -152,7 +152,6 @@ def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _unisono_digests() -> dict[str, str]:
-    """Of every source file of Unisono."""
     found: dict[str, str] = {}
     waiting = [(str(Path(__file__).resolve().parents[2]), "unisono")]
     while waiting:

@@ -80,7 +80,6 @@ def next_size(sizes: Sequence[int], peaks: Mapping[int, float], room: float, fai
 
 
 def _is_linear(peaks: Mapping[int, float]) -> bool:
-    """Whether the last three sizes lie on a line."""
     sizes = sorted(peaks)[-3:]
     slopes = [(peaks[b] - peaks[a]) / (b - a) for a, b in pairwise(sizes)]
     return len(slopes) == 2 and min(slopes) > 0 and max(slopes) - min(slopes) <= _SLOPE_TOLERANCE * max(slopes)

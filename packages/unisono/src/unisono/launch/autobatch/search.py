@@ -29,7 +29,7 @@ from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, check_private, make_cache_folder, write_whole
 
 # Files by which the processes of a search communicate.
-REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = "asked.json", "found.json", "under-way.json"
+REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = "request.json", "result.json", "current-size.json"
 _MAX_STARTS = 6  # attempts, each of which may end because a process runs out of memory
 
 

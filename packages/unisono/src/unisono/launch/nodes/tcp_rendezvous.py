@@ -262,7 +262,6 @@ def _refuse_all(lines: dict[int, AuthenticatedLine], error: UnisonoError) -> Uni
 
 
 def _open_listener(host: str, port: int, size: int) -> socket.socket:
-    """Open the socket on which node 0 waits for the others."""
     family, address = network.resolve_host(host, port)
     if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
         address = ""  # many hosts map their own name to 127.0.1.1, which other hosts cannot reach

@@ -16,7 +16,7 @@ import inspect
 import linecache
 import symtable
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,7 +201,6 @@ def _parse(source: str) -> list[ast.stmt]:
 
 
 def _bound_names(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a cell binds."""
     if isinstance(statement, _DEFINITIONS):
         yield statement.name
         return
@@ -227,13 +226,10 @@ def _codes(value: Any) -> Iterator[Any]:
         yield inspect.unwrap(value).__code__
         return
     for member in vars(value).values():
-        function = next((f for f in (member, *map(_attribute(member), ("__func__", "fget", "func"))) if f), None)
-        if isinstance(function, FunctionType) and function.__qualname__ == f"{value.__qualname__}.{function.__name__}":
-            yield inspect.unwrap(function).__code__
-
-
-def _attribute(member: Any) -> Callable[[str], Any]:
-    return lambda name: getattr(member, name, None)
+        for function in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "func"))):
+            name = function.__qualname__ if isinstance(function, FunctionType) else ""
+            if name.rpartition(".")[0] == value.__qualname__:
+                yield inspect.unwrap(function).__code__
 
 
 def _segment(source: str, statement: ast.stmt) -> str:

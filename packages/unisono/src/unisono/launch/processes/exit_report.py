@@ -116,6 +116,5 @@ def _describe_mismatch(logs: Path, watch: MonitorClient, node: Node | None, code
 
 
 def _read_finding(logs: Path, watch: MonitorClient | None) -> dict[str, Any] | None:
-    """Return the finding of this node's monitor, else that of another node's."""
     found = watch.read_finding() if watch is not None else None
     return found or next(iter(records.read(logs, "monitor-node-*.json", records.Finding)), None)

@@ -203,7 +203,6 @@ def _preload(channel: Connection, modules: Sequence[str]) -> None:
 
 
 def _report_exits(channel: Connection, children: set[int]) -> None:
-    """Report children that have ended, with their exit codes."""
     for child in sorted(children):
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

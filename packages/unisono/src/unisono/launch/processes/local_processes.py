@@ -237,7 +237,6 @@ def environment_changed(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
-    """Return the variables that tell a process, and the libraries in it, its rank; as set by torchrun."""
     local, nodes, number = len(ranks), node.count if node else 1, node.rank if node else 0
     run_id = f"unisono-{os.getpid()}"
     numbers = {
@@ -250,7 +249,6 @@ def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str
 
 
 def _address_variables(meet_at: tuple[str, int], loopback: bool, node: Node | None) -> dict[str, str]:
-    """Return the variables that tell processes where to meet and which interface to use."""
     variables = {"MASTER_ADDR": meet_at[0], "MASTER_PORT": str(meet_at[1])}
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if node is not None:

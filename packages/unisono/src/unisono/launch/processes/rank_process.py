@@ -184,7 +184,6 @@ def _write_fault(path: Path, place: ProcessInfo, error: BaseException) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is an out-of-memory error of the device or the host."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from unisono.engines.torch.guards.oom import is_out_of_memory

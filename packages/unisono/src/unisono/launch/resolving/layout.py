@@ -168,7 +168,6 @@ def warn_about_layout(configured: RunConfig, config: RunConfig) -> None:
 
 
 def _resolve_world_size(config: RunConfig, process: ProcessInfo | None) -> tuple[int, int]:
-    """Return the number of processes of the run, and of this host."""
     layout, nodes = config.layout, config.launch.nodes
     if process is not None:
         return process.world_size, process.local_world_size
@@ -180,7 +179,6 @@ def _resolve_world_size(config: RunConfig, process: ProcessInfo | None) -> tuple
 
 
 def _refuse_for_launcher(config: RunConfig, process: ProcessInfo) -> None:
-    """Refuse settings that do not work with processes started by another launcher."""
     launcher, launch = process.launcher, config.launch
     if process.world_size > 1 and config.layout.strategy == "dp":
         raise ConfigError(

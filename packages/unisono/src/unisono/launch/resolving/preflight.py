@@ -76,7 +76,6 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
 
 
 def _check_adapter(config: RunConfig) -> None:
-    """Refuse adapters where they are not supported."""
     if config.adapter is None:
         return
     if config.layout.engine == "jax":

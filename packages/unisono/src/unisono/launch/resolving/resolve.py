@@ -316,7 +316,6 @@ def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
 
 
 def _measure_micro_batch(config: RunConfig, task: Task) -> int:
-    """Measure the largest micro-batch that fits all processes."""
     from unisono.launch.autobatch import search
     from unisono.launch.task_objects import refuse_state
 

@@ -166,7 +166,6 @@ def _real_batches(run: Run) -> tuple[list[dict[str, Tensor]], int]:
 
 
 def _trace(model: nn.Module, compute: Compute, batch: dict[str, Tensor]) -> Any:
-    """The ONNX program, with the inputs that it reads."""
     graph = _Graph(model, compute, list(batch)).eval()
     try:
         exported = _export(graph, batch)
@@ -196,7 +195,6 @@ def _export(graph: _Graph, batch: dict[str, Tensor]) -> torch.export.ExportedPro
 
 
 def _names_read(exported: torch.export.ExportedProgram, batch: Mapping[str, Tensor]) -> list[str]:
-    """The inputs that the graph uses."""
     given = set(exported.graph_signature.user_inputs)
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder" and node.name in given]
     return [name for name, node in zip(batch, nodes, strict=True) if node.users]

@@ -152,7 +152,12 @@ def _open_forward(run: Run, selection: ColumnSelection, device: str, ema: bool, 
         try:
             jax_forward = JaxForward(task, load_model(), seed, kind, device)
             task.kernels(jax_forward.device.platform, kind)
-            yield lambda micro, context: _with_columns(selection, micro, *jax_forward(micro, context))
+
+            def compute(micro: MicroBatch, context: Context) -> tuple[dict[str, Any], Loss | None]:
+                outputs, loss = jax_forward(micro, context)
+                return selection(outputs, micro.arrays), loss
+
+            yield compute
         finally:
             precision.unpin(switches)
         return
@@ -160,12 +165,6 @@ def _open_forward(run: Run, selection: ColumnSelection, device: str, ema: bool, 
 
     forward = RowForward(task, seed, kind, device, load_model)
     yield lambda micro, context: forward(micro, context, lambda outputs: selection(outputs, micro.arrays))
-
-
-def _with_columns(
-    selection: ColumnSelection, micro: MicroBatch, outputs: Any, loss: Loss | None
-) -> tuple[dict[str, Any], Loss | None]:
-    return selection(outputs, micro.arrays), loss
 
 
 def read_batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:

@@ -156,7 +156,6 @@ def replay(
 
 
 def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
-    """Return the two checkpoints, whose hashes are verified."""
     find_checkpoint(run)
     steps = [parse_step(path.name) for path in commit.find_checkpoints(run / "checkpoints")]
     if last is None:
@@ -222,7 +221,6 @@ def _link_checkpoint(source: Path, target: Path) -> None:
 
 
 def _read_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
-    """Return the compared values of a range of steps from a run's events."""
     shown = events.step_events(events.read_events(run / "events.jsonl"))
     return {e["step"]: {name: e.get(name) for name in _STEP_VALUES} for e in shown if first < e["step"] <= last}
 

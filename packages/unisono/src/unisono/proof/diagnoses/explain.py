@@ -36,7 +36,6 @@ def explain_fault(name: str) -> str:
 
 
 def _read_sections() -> dict[str, str]:
-    """The text of every fault by its name."""
     text = files("unisono.proof.diagnoses").joinpath(PAGE).read_text(encoding="utf-8")
     parts = re.split(r"^##+ (.+)$", text, flags=re.MULTILINE)
     levels = re.findall(r"^(##+) .+$", text, flags=re.MULTILINE)

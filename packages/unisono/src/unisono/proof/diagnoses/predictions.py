@@ -21,6 +21,7 @@ from unisono.proof.recording.trace import Array, Part
 Weights = dict[int, float]  # of a part, by its place in the list of parts
 Weigh = Callable[[Sequence[Part], str], Weights]  # for one term; ZeroDivisionError where it cannot be done
 ROUNDING = 1e-9  # a prediction in fp64 holds if it is no further off than this
+_EXACT = 1e-12  # relative difference of sums that were not rounded
 
 
 @dataclass(frozen=True)
@@ -289,15 +290,12 @@ def round_to(values: Array, bits: int) -> Array:
     return rounded
 
 
-def find_lower_precision(
-    observed: Mapping[str, Array], ranks: Sequence[Mapping[str, Array]], rounding: float = 1e-12
-) -> str:
+def find_lower_precision(observed: Mapping[str, Array], ranks: Sequence[Mapping[str, Array]]) -> str:
     """The precision in which the shares of ranks were added up, if rounding them to it reproduces what was observed.
 
     Args:
         observed: elements of the gradient by parameter.
         ranks: the same of what each rank rightly adds.
-        rounding: relative difference of what is not rounded.
 
     Returns:
         Its name; empty where none reproduces it.
@@ -307,7 +305,7 @@ def find_lower_precision(
     wanted = np.concatenate([observed[name].ravel() for name in observed])
     shares = [np.concatenate([rank[name].ravel() for name in observed]) for rank in ranks]
     size, exact = float(len(shares)), np.sum(shares, axis=0)
-    slack = rounding * float(np.abs(wanted).max(initial=0.0))
+    slack = _EXACT * float(np.abs(wanted).max(initial=0.0))
     for name, bits in LOWER.items():
         parts = [round_to(size * share, bits) for share in shares]
         added = np.zeros_like(wanted)
@@ -330,17 +328,16 @@ def _within_unit(observed: Array, shares: Sequence[Array], bits: int, slack: flo
 # rates ----------------------------------------------------------------------------------------------------------------
 
 
-def stepped_per_process(mine: Sequence[float], schedule: Sequence[float], size: int, limit: float = ROUNDING) -> bool:
+def stepped_per_process(mine: Sequence[float], schedule: Sequence[float], size: int) -> bool:
     """Whether a rate is that of the schedule at `size` times the update, as far as the schedule is known.
 
     Args:
         mine: rates of the run in question, update by update.
         schedule: of one process; its first `k` values are known.
         size: number of processes.
-        limit: relative difference that is rounding.
     """
     known = [(rate, schedule[size * k]) for k, rate in enumerate(mine) if size * k < len(schedule)]
-    return len(known) > 1 and all(is_equal(rate, wanted, limit) for rate, wanted in known)
+    return len(known) > 1 and all(is_equal(rate, wanted, ROUNDING) for rate, wanted in known)
 
 
 # a loss of some of its rows -------------------------------------------------------------------------------------------

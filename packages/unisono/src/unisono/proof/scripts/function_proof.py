@@ -88,7 +88,6 @@ def compare(
 
 
 def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict], list[Verdict]]:
-    """Run all cases, and compare them with the first."""
     one, again, *many = runs.cases
     reference = runs.record(one)
     if reference is None:

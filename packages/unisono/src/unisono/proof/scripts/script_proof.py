@@ -137,7 +137,10 @@ def prove_script(
     """
     if isinstance(script, Path) and not script.is_file():
         raise ConfigError(f"{script}: no such file; a script is given as path/to/train.py")
-    reference = script if isinstance(script, str) else _refer_to(script)
+    if isinstance(script, str):
+        reference = script
+    else:
+        reference = str(script.resolve()) if isinstance(script, Path) else reference_to(script)
     worlds = [world for world in dict.fromkeys(settings.worlds) if world > 1]
     if not worlds:
         raise ConfigError(f"worlds={settings.worlds}: one process is compared with 2 or more, e.g. worlds=[1,2]")
@@ -176,10 +179,6 @@ def prove_script(
     if cuda == "cpu":
         report.unseen.append(gpu_need.REPLACED)
     return report
-
-
-def _refer_to(script: Path | Callable[[], object]) -> str:
-    return str(script.resolve()) if isinstance(script, Path) else reference_to(script)
 
 
 def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:

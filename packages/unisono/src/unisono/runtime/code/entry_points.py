@@ -59,8 +59,8 @@ def find_entry_points(group: str) -> dict[str, EntryPoint]:
     return dict(sorted(found.items()))
 
 
-def import_extra(module: str, extra: str, what: str) -> Any:
-    """Import a module that an extra of `unisono` installs, for what needs it, e.g. a setting.
+def import_extra(module: str, extra: str, what: str, *, of: str = "unisono") -> Any:
+    """Import a module that an extra of a distribution installs, for what needs it, e.g. a setting.
 
     Raises:
         ConfigError: If it is not installed.
@@ -68,7 +68,7 @@ def import_extra(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(_missing(what, error.name, extra)) from error
+        raise ConfigError(_missing(what, error.name, f"{of}[{extra}]")) from error
 
 
 def require_extra(module: str, extra: str, what: str) -> None:
@@ -78,11 +78,11 @@ def require_extra(module: str, extra: str, what: str) -> None:
         ConfigError: If it is not installed.
     """
     if find_spec(module) is None:
-        raise ConfigError(_missing(what, module, extra))
+        raise ConfigError(_missing(what, module, f"unisono[{extra}]"))
 
 
-def _missing(what: str, package: str | None, extra: str) -> str:
-    return f"{what} needs the package '{package}': pip install 'unisono[{extra}]'"
+def _missing(what: str, package: str | None, wanted: str) -> str:
+    return f"{what} needs the package '{package}': pip install '{wanted}'"
 
 
 @cache

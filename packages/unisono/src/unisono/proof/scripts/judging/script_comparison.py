@@ -232,7 +232,6 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrac
 def _interpret_error(
     error: local_processes.WorkerError, run: ScriptRun, trace: Path, world: int
 ) -> ConfigError | local_processes.WorkerError:
-    """The error of a run, with what else is known of its end."""
     message, fault = str(error), error.fault
     if error.exit_code == ConfigError.exit_code:
         return ConfigError(message)

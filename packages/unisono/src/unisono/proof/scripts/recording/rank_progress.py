@@ -21,8 +21,6 @@ _RECEIVING = 5.0  # seconds, of a process that waits for what another one sends
 
 @dataclass
 class _Progress:
-    """How far a process has come."""
-
     receives: bool = False  # whether it has waited for what another one sends, before it trained
     begun: bool = False  # to train
     updates: int = 0  # that it has begun

@@ -332,7 +332,6 @@ class ScriptWatch:
         return [one for reference in self._optimizers if (one := reference()) is not None]
 
     def _is_trained(self, module: nn.Module) -> bool:
-        """Whether an optimizer holds one of its parameters."""
         held = self._trained or {id(parameter) for parameter in held_parameters(*self._living_optimizers())}
         return any(id(parameter) in held for parameter in module.parameters())
 

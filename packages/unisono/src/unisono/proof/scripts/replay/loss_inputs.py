@@ -29,8 +29,6 @@ _OWN = "an output of the model"  # in place of one among its inputs
 
 
 class _Origin(NamedTuple):
-    """What a tensor is made of."""
-
     graph: bool = False  # the model's outputs or parameters
     old: frozenset[int] = frozenset()  # tensors that were there before the pass, by their numbers
     drawn: bool = False  # random numbers

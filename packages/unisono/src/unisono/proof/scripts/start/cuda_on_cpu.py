@@ -62,8 +62,6 @@ def replace_backend(value: Any) -> Any:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Replaces devices in the arguments of every function of torch."""
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
