@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.unisono.tests.data.made import OnlyBlocks
-from unisono.data.order.blocks import BlockOrder, CachedBlocks, autocorrelation
+from unisono.data.order.blocks import BlockOrder, CachedBlocks
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
 from unisono.data.order.order import Indices, Order
 from unisono.runtime.errors import DataError
@@ -22,6 +22,25 @@ from unisono.runtime.errors import DataError
 sizes = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(any)
 lanes = st.builds(Lanes, st.integers(1, 8), st.integers(1, 5))
 seeds = st.integers(0, 99)
+
+
+def autocorrelation(blocks: np.ndarray, batch: int) -> float:
+    """How well the blocks of a batch predict those of the next batch.
+
+    The autocorrelation of the number of rows that each block has in a batch, over all blocks: 0 if rows are drawn at
+    random, 1 if all batches come from the same blocks.
+
+    Args:
+        blocks: the block of each row, in order of consumption, shape (rows,).
+        batch: rows per batch; a short last batch is ignored.
+    """
+    steps = len(blocks) // batch
+    names, numbers = np.unique(blocks[: steps * batch], return_inverse=True)
+    shares = np.zeros((steps, len(names)))
+    np.add.at(shares, (np.repeat(np.arange(steps), batch), numbers.reshape(-1)), 1)
+    shares -= shares.mean(axis=0)
+    power = np.square(shares).mean(axis=0).sum()
+    return float((shares[1:] * shares[: steps - 1]).mean(axis=0).sum() / power) if power else 1.0
 
 
 def block_of(sizes: Any, rows: Indices) -> Indices:

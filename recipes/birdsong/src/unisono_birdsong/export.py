@@ -196,7 +196,6 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written on the command line."""
     if isinstance(value, tuple | list):
         return "[" + ",".join(map(str, value)) + "]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -268,7 +268,6 @@ class Language(Task):
 
     @property
     def _is_packed(self) -> bool:
-        """Whether documents share rows in training."""
         return self.data_config.packing is not None
 
     @cached_property
@@ -279,7 +278,6 @@ class Language(Task):
 
     @cached_property
     def _experts_per_token(self) -> int:
-        """Experts per token."""
         return int(getattr(self._skeleton.config.get_text_config(), "num_experts_per_tok", 0))
 
     # around the run ---------------------------------------------------------------------------------------------

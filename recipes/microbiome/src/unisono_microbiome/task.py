@@ -148,7 +148,6 @@ class Microbiome(Task):
         return network
 
     def _network(self, config: settings.ModelSettings) -> Network:
-        """A model with random weights."""
         import torch
 
         from unisono_microbiome.model import Network

@@ -137,7 +137,6 @@ def _is_audio(ending: str) -> bool:
 
 
 def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
-    """Parse a member that is not a recording."""
     try:
         if ending == "json":
             found = safe_paths.parse_json(content, Any)

@@ -251,7 +251,6 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 
 
 def _infer_type(rows: list[dict[str, Any]], name: str) -> str:
-    """The type of a column, as a word."""
     kinds = {type(row[name]) for row in rows} - {type(None)}
     if not kinds:
         return "null"

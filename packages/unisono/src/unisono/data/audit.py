@@ -248,7 +248,6 @@ def _check_coverage(step: int, lines: Sequence[LedgerLine], rows: int, report: A
 
 
 def _check_samples(step: int, lines: Sequence[LedgerLine], planned: SampleIndices, report: AuditReport) -> None:
-    """Check that the samples are those of the plan."""
     for line in lines:
         here = planned[(planned.slots >= line.rows.start) & (planned.slots < line.rows.stop)]
         masked = {place[:4] for place in line.masked}

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+_ALIGNED = 64  # bytes; suits any dtype and the CPU's widest registers
 
 
 def to_numpy(data: Any) -> Array:
@@ -56,3 +58,12 @@ def nbytes(data: Any) -> int:
     """An array's size in bytes, without reading it."""
     size = int(np.prod(tuple(data.shape), dtype=np.int64))
     return size * parse_dtype(dtype_name(data)).itemsize
+
+
+def plan_layout(arrays: Sequence[Any]) -> tuple[list[int], int]:
+    """The offset of a copy of each array in one block of memory, and the size of the block in bytes."""
+    places, size = [], 0
+    for array in arrays:
+        places.append(size)
+        size += -(-nbytes(array) // _ALIGNED) * _ALIGNED
+    return places, size

@@ -217,7 +217,6 @@ def _divide_step(
 
 
 def _part_at(active: Sequence[Mapping[Any, int]], host: int) -> str:
-    """Return the part that an instant belongs to."""
     for layer in active[:host]:
         if layer:
             return _part_name(next(iter(layer)))

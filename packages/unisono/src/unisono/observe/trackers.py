@@ -65,7 +65,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One tracker. It is created from a `TrackedRun`, used by a single thread, and may raise at any time."""
+    """One tracker. It is created from a `TrackedRun`, used by a single thread, and may raise at any time.
+
+    It may also have `text(step, name, text)` and `table(step, name, columns, rows)`; without them, texts and tables are
+    left out there, and that is said once.
+    """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write values by name after `step` steps. Several calls may have the same step."""
@@ -81,18 +85,6 @@ class Tracker(Protocol):
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write remaining data, the latest value of everything, and whether the run ended with an error."""
-        ...
-
-
-class TextTracker(Tracker, Protocol):
-    """What a tracker may have besides. Without it, texts and tables are left out there, and that is said once."""
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Write a text under a name."""
-        ...
-
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Write a table of texts and numbers under a name."""
         ...
 
 

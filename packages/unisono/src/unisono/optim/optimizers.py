@@ -106,7 +106,6 @@ def _check_own_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
-    """One optimizer for all groups."""
     how = _kernel(config, implementation, [parameter for group in groups for parameter in group["params"]])
 
     def given(*names: str) -> dict[str, Any]:

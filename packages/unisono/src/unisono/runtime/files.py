@@ -171,6 +171,13 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
+    """Write all of it; the kernel may accept less per call."""
+    rest = memoryview(content)
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -100,12 +100,8 @@ def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]
             yield f"  all stacks: {one_line(found['stacks'], 1000)}"
     for fault in sorted(faults, key=lambda fault: fault["rank"]):
         lines = fault["text"].strip().splitlines() or [""]
-        yield f"  rank {fault['rank']} reported: {one_line(lines[-1 if _is_traceback(lines) else 0], 1000)}"
-
-
-def _is_traceback(lines: list[str]) -> bool:
-    """Whether an error is Python's traceback, whose last line says what it is; others begin with that."""
-    return lines[0].startswith("Traceback")
+        said = lines[-1 if lines[0].startswith("Traceback") else 0]  # Python says at the end what it is
+        yield f"  rank {fault['rank']} reported: {one_line(said, 1000)}"
 
 
 def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:

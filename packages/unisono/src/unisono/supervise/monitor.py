@@ -129,7 +129,6 @@ class Monitor:
             self._report_stragglers(seen)
 
     def _on_input_closed(self) -> int:
-        """Handle the end of the run, or of the launcher."""
         if not os.read(0, 1):
             time.sleep(_GRACE_LOST / 2)  # the kernel kills the processes together with their parent
             self._read_ranks()  # including those started since the last look

@@ -171,7 +171,6 @@ def _measure(
 
 
 def _table(measured: Sequence[Result]) -> Iterator[str]:
-    """Results as lines for the console."""
     yield f"{'probe':<9} {'seed':>4}  {'cmAP':<21} {'AUROC':<21} {'top-1':<21} {'L2':>6}"
     for one in measured:
         scores = [str(metrics.Score(*(getattr(one, name + end) for end in metrics.ENDS))) for name in metrics.NAMES]

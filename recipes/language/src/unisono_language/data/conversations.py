@@ -198,7 +198,6 @@ def _as_json(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without keys whose value is null, at any depth."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     if isinstance(value, list | np.ndarray):

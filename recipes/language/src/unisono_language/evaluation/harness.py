@@ -111,7 +111,6 @@ class Harness:
 
 
 def _task_name(path: Path) -> str:
-    """The name that a file gives its task."""
     try:
         lines = safe_paths.read_regular(path).decode().splitlines()
     except (OSError, ValueError) as error:

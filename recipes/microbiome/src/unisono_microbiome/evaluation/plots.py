@@ -139,7 +139,6 @@ def _attributed_output(model: Network, embedding: Tensor, batch: dict[str, Tenso
 
 
 def _write_taxa(path: Path, predictor: Predictor, predicted: Predictions) -> Path:
-    """Write the table of taxa, most important first."""
     library = predicted.library
     found = importance(predictor, predicted.numbers)
     order = np.argsort(-np.nan_to_num(np.abs(found["gradient"]) * found["samples"]), kind="stable")

@@ -118,7 +118,6 @@ def _keep_taxa(config: Study, table: CountTable, filter_: _StudyFilter) -> tuple
 
 
 def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filter_: _StudyFilter) -> KeptIndices:
-    """The samples that are kept."""
     names, kept = table.samples, np.ones(len(table.samples), dtype=bool)
 
     def leave_out(reason: Reason, bad: Collection[bool], why: str) -> None:

@@ -208,7 +208,6 @@ class Library:
 
     @property
     def _distance_table(self) -> CountTable:
-        """The table that distances are computed of."""
         return self.rarefied_table if self.config.distances_of == "rarefied" else self._table
 
     @cached_property

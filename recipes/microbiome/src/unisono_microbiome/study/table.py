@@ -149,7 +149,6 @@ def _check_ids(path: Path, samples: list[str], taxa: list[str]) -> None:
 
 
 def _counts(path: Path, samples: list[str], matrix: csr_array) -> csr_array:
-    """The counts of a matrix, as integers."""
     matrix.eliminate_zeros()
     for what, wrong in (
         ("not finite", ~np.isfinite(matrix.data)),

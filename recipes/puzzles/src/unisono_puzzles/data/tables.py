@@ -243,7 +243,6 @@ def _digits(format_: Format) -> str:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """The most frequent length."""
     lengths, counts = np.unique([len(text) for text in texts], return_counts=True)
     return int(lengths[counts.argmax()])
 

@@ -121,7 +121,6 @@ def _running_minimum(values: Any, index: Any) -> Any:
 
 
 def _diagonal(square: Any) -> Any:
-    """A mask of the diagonal of the last two axes."""
     xp = array_namespace(square)
     count = xp.cumulative_sum(xp.ones_like(square[:1, 0], dtype=xp.int32), axis=-1)[0]
     return count[:, None] == count[None, :]

@@ -26,6 +26,7 @@ from unisono.engines.host_arrays import Array
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CheckpointError
+from unisono.runtime.files import write_all
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Object
 
@@ -63,14 +64,14 @@ def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] 
     position = len(header)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _write_all(descriptor, memoryview(header))
+        write_all(descriptor, header)
         with ThreadPoolExecutor(1) as by_piece, ThreadPoolExecutor(1) as by_file:
             waiting: deque[tuple[dict[str, Any], Future[str], Future[None]]] = deque()
             for piece, data in entries:
                 content = _as_bytes(data)
                 piece["at"], piece["bytes"] = position, content.nbytes
                 waiting.append((piece, by_piece.submit(_sha256, content), by_file.submit(whole.update, content.data)))
-                _write_all(descriptor, content.data)
+                write_all(descriptor, content.data)
                 position += content.nbytes
                 while len(waiting) > 4:  # limits the number of host copies of device arrays
                     _finish_piece(waiting.popleft())
@@ -323,9 +324,3 @@ def _finish_piece(hashed: tuple[dict[str, Any], Future[str], Future[None]]) -> N
     piece, of_piece, of_file = hashed
     piece["sha256"] = of_piece.result()
     of_file.result()
-
-
-def _write_all(descriptor: int, content: memoryview) -> None:
-    """Write all of it; the kernel may accept less per call."""
-    while len(content):
-        content = content[os.write(descriptor, content) :]

@@ -5,7 +5,6 @@ Finding and removing are separate, so that a user sees what would be freed befor
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from unisono.config import CONFIG_FILE
 from unisono.config.code import foreign_run
 from unisono.config.schema.run import Checkpoint
 from unisono.runtime.errors import CheckpointError, RunError
-from unisono.runtime.files import TEMPORARY_SUFFIX
+from unisono.runtime.files import TEMPORARY_SUFFIX, remove_folder
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,7 @@ def remove(leftover: Leftover) -> None:
     Raises:
         RunError: If it cannot be removed.
     """
-    path = leftover.path
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove_folder(leftover.path)
     except OSError as error:
-        raise RunError(f"{path} cannot be removed: {error.strerror}; remove it yourself") from error
+        raise RunError(f"{leftover.path} cannot be removed: {error.strerror}; remove it yourself") from error

@@ -24,7 +24,6 @@ from unisono.engines.state import ArrayShard
 if TYPE_CHECKING:
     from unisono.engines.torch.state.pinned_copies import PinnedCopies
 
-_ALIGNED = 64  # bytes; suits any dtype and the CPU's widest registers
 _PAGE = 4096  # bytes
 
 
@@ -39,7 +38,7 @@ class Staging:
     def prepare(self, shards: Sequence[ArrayShard]) -> None:
         """Allocate the memory for copies of these shards in the background."""
         beside, plain = self._split_by_device(shards)
-        _, size = _plan_layout([shard.data for shard in plain])
+        _, size = host_arrays.plan_layout([shard.data for shard in plain])
 
         def ask() -> None:
             with suppress(RuntimeError, OSError, MemoryError):  # `copy` tries again and reports it
@@ -68,7 +67,7 @@ class Staging:
         if beside:  # started first, to overlap with the others
             made = self._device().copy([shard.data for shard in beside])
             copies |= {id(shard): copy for shard, copy in zip(beside, made, strict=True)}
-        places, size = _plan_layout([shard.data for shard in plain])
+        places, size = host_arrays.plan_layout([shard.data for shard in plain])
         if size > self._block.size:
             self._block = np.empty(0, dtype=np.uint8)  # free it first, or both would exist at once
             self._block = _allocate(size)
@@ -97,15 +96,6 @@ class Staging:
         for shard in shards:
             parts[not host_arrays.can_copy_async(shard.data)].append(shard)
         return parts
-
-
-def _plan_layout(arrays: Sequence[Any]) -> tuple[list[int], int]:
-    """The offset of each copy in the block, and the block's size in bytes."""
-    places, size = [], 0
-    for array in arrays:
-        places.append(size)
-        size += -(-host_arrays.nbytes(array) // _ALIGNED) * _ALIGNED
-    return places, size
 
 
 def _allocate(size: int) -> Array:

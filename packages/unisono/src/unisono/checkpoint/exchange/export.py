@@ -182,7 +182,6 @@ def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan
 
 
 def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
-    """The plan of a model that is in memory."""
     from unisono.engines.torch.state import sharded_tensors
 
     tensors = {

@@ -212,7 +212,6 @@ def _optional_heads(arrays: Mapping[str, TensorEntry], model: Any) -> dict[str, 
 
 
 def _check(arrays: Mapping[str, TensorEntry], model: Mapping[str, Tensor], made: Any, name: str) -> None:
-    """Refuse arrays that are not those of the model."""
     optional = {key for key, _ in made.named_buffers()}  # such as statistics that files leave out
     missing = [key for key in model if key not in arrays]
     unexpected = [key for key in arrays if key not in model and key not in optional]

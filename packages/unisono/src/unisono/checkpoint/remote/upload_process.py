@@ -258,7 +258,6 @@ class UploadWorker:
                 return
 
     def _drop(self, order: dict[str, Any]) -> None:
-        """Give a checkpoint up."""
         self._report({"left": order["name"], "step": order["step"]})
         _remove_links(order)
 

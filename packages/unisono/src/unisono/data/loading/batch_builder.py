@@ -167,7 +167,6 @@ class BatchBuilder:
         return (taken if not masked else taken[good]), made, masked
 
     def _build_together(self, taken: SampleIndices, watch: _StageTimer) -> Sequence[Any]:
-        """All samples in one call of a `Vectorised` task."""
         assert isinstance(self.task, Vectorised)
         rows = taken.rows.tolist()
         self.note_row(rows[0])
@@ -372,7 +371,6 @@ def _first_few(rows: Indices) -> str:
 
 
 def _group_by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]:
-    """The pieces of each row."""
     places = slots.tolist()
     for _, group in groupby(range(len(pieces)), key=places.__getitem__):
         yield [pieces[number] for number in group]

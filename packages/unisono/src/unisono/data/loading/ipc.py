@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from unisono.runtime.files import write_all
+
 _HEAD = struct.Struct("<QQ")  # number of parts, the pickle first; 1 if they come through shared memory
 _ALIGNED = 64
 _COPY_LIMIT = 1 << 21  # up to this many bytes, shared memory is copied: 1 ms in the receiving thread
@@ -60,7 +62,7 @@ class IpcMessage:
         if self._memory is None:
             self._memory = os.memfd_create("unisono", os.MFD_CLOEXEC)
             for part in self._iter_padded():
-                _write_all(self._memory, part)
+                write_all(self._memory, part)
         to.sendall(head)
         socket.send_fds(to, [b"m"], [self._memory])
 
@@ -154,12 +156,6 @@ def _reduce_mapped(array: np.ndarray[Any, Any]) -> Any:
 
 def _map_file(path: str, dtype: Any, mode: Any, offset: int, shape: tuple[int, ...]) -> Any:
     return np.memmap(path, dtype, mode, offset, shape)
-
-
-def _write_all(descriptor: int, part: bytes | memoryview) -> None:
-    rest = memoryview(part)
-    while len(rest):
-        rest = rest[os.write(descriptor, rest) :]
 
 
 def _read_into(descriptor: int, memory: memoryview) -> None:

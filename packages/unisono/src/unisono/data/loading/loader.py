@@ -208,7 +208,6 @@ class Loader:
 
     @cached_property
     def _count(self) -> int:
-        """Number of workers."""
         if isinstance(self._configured_count, int):
             return self._configured_count
         if self._kind == "threads" and not self._remote and self._stages.holds_lock:

@@ -128,18 +128,6 @@ def choose_kind(stages: StageTimes) -> str:
     return "processes" if stages.holds_lock else "threads"
 
 
-def cpus_to_request(memory_gb: float, workers: int) -> int:
-    """The number of CPUs that a cluster job should request: one per worker, and at least one per 10 GB of memory.
-
-    Clusters typically allocate about 10 GB of memory per CPU, so a job that requests much memory is charged for the
-    corresponding CPUs and might as well use them.
-
-    >>> cpus_to_request(memory_gb=256, workers=16), cpus_to_request(64, 16)
-    (25, 16)
-    """
-    return max(int(memory_gb // 10), workers)
-
-
 class WaitMonitor:
     """Watches how long steps wait for data, and suggests what to change if it is too long.
 

@@ -1,7 +1,7 @@
 """The order of sources that are read block by block: blocks are shuffled, then the rows within a window of blocks.
 
 A full shuffle would read a block for nearly every row. Here each block is read once per epoch, by one lane, and a lane
-has at most `window` blocks open. The price is that rows are mixed less well, as measured by `autocorrelation`.
+has at most `window` blocks open. The price is that rows are mixed less well; a test measures how much.
 """
 
 from __future__ import annotations
@@ -172,7 +172,6 @@ class BlockOrder:
 
     @cached_property
     def _starts(self) -> Indices:
-        """The first row of each block."""
         return np.cumsum(self.sizes) - self.sizes
 
 
@@ -207,22 +206,3 @@ class CachedBlocks:
 
     def __reduce__(self) -> Any:  # another process has its own cache
         return CachedBlocks, (self._source, self._open.least)
-
-
-def autocorrelation(blocks: Indices, batch: int) -> float:
-    """How well the blocks of a batch predict those of the next batch.
-
-    The autocorrelation of the number of rows that each block has in a batch, over all blocks: 0 if rows are drawn at
-    random, 1 if all batches come from the same blocks.
-
-    Args:
-        blocks: the block of each row, in order of consumption, shape (rows,).
-        batch: rows per batch; a short last batch is ignored.
-    """
-    steps = len(blocks) // batch
-    names, numbers = np.unique(blocks[: steps * batch], return_inverse=True)
-    shares = np.zeros((steps, len(names)))
-    np.add.at(shares, (np.repeat(np.arange(steps), batch), numbers.reshape(-1)), 1)
-    shares -= shares.mean(axis=0)
-    power = np.square(shares).mean(axis=0).sum()
-    return float((shares[1:] * shares[: steps - 1]).mean(axis=0).sum() / power) if power else 1.0

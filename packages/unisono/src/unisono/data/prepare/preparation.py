@@ -229,7 +229,6 @@ def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) ->
 def _make_all(
     maker: RowBuilder, folder: Path, shards: list[PlannedShard], workers: int, kind: str, progress: ProgressCallback
 ) -> None:
-    """Prepare the missing shards."""
     missing = []
     for shard in shards:
         for rest in folder.glob(f"{shard.stem}.*.writing"):

@@ -172,7 +172,6 @@ class JaxEngine:
         return {"mesh": where, "compiled": f"in {self._compiler.seconds:.1f} s{cached}"}
 
     def _initial_carry(self, batch: DeviceBatch) -> dict[str, Any]:
-        """Allocate the state of all rows."""
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[2:], array.dtype), batch.arrays)
         shapes = jax.eval_shape(self._job.features.initial_carry, one) or {}
         lead = batch.number.shape[0], self.split.devices

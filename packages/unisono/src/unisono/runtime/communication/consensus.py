@@ -111,7 +111,6 @@ def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
 
 
 def _serialize_error(error: Exception) -> dict[str, Json]:
-    """Describe an error as JSON."""
     if isinstance(error, UnisonoError):
         known = next(kind for kind in type(error).__mro__ if error_class(kind.__name__) is kind)
         return {"class": known.__name__, "text": str(error), "fault": error.fault}
@@ -119,7 +118,6 @@ def _serialize_error(error: Exception) -> dict[str, Json]:
 
 
 def _rebuild_error(error: dict[str, Json]) -> UnisonoError:
-    """Rebuild the error that another rank described."""
     found = error_class(error["class"])(error["text"])
     found.fault = error["fault"]
     return found

@@ -94,7 +94,6 @@ class ArrayBlock:
 
 
 def _copy_value(value: Any) -> Any:
-    """A copy of an array, or a Python scalar."""
     return value.copy() if isinstance(value, np.ndarray) else value.item()
 
 

@@ -156,7 +156,6 @@ class Compiler:
 
 
 def _describe_change(before: ProgramKey, now: ProgramKey) -> str:
-    """A description of what changed between two keys."""
     old, new = dict(before.static), dict(now.static)
     messages = [f"{name} is {new.get(name)}, and was {old.get(name)}" for name in new if new.get(name) != old.get(name)]
     shapes = {name: (shape, dtype) for name, shape, dtype in before.shapes}

@@ -72,7 +72,9 @@ class Optimizer:
             directions, after[kind] = rule.update(own, state[kind], values)
             for name, direction in directions.items():
                 lr = scalars["lr"] * self.chosen[name].lr_scale
-                rate = self._relative(lr, after[kind]) if kind == "adafactor" else lr
+                rate = lr
+                if kind == "adafactor":
+                    rate = jnp.minimum(lr, 1 / jnp.sqrt(after[kind].updates.astype(lr.dtype)))
                 kept = values[name] if through else values[name] * (1 - lr * self.chosen[name].decay * factor)
                 made[name] = (kept - rate * direction).astype(values[name].dtype)
         return made, after
@@ -86,9 +88,6 @@ class Optimizer:
         return [
             chosen.describe(self.config, groups[chosen], sizes[chosen], self.chosen, own) for chosen in largest_first
         ]
-
-    def _relative(self, lr: jax.Array, state: transforms.Factors) -> jax.Array:
-        return jnp.minimum(lr, 1 / jnp.sqrt(state.updates.astype(lr.dtype)))
 
     def _parts(self) -> list[tuple[str, optax.GradientTransformation, list[str]]]:
         """Kind, transformation and parameters of each optimizer that takes part."""
@@ -143,7 +142,6 @@ def build_optimizer(
 
 
 def _group(chosen: Mapping[str, ParameterSettings]) -> dict[ParameterSettings, list[str]]:
-    """The names of parameters with the same settings."""
     groups: dict[ParameterSettings, list[str]] = {}
     for name, one in chosen.items():
         groups.setdefault(one, []).append(name)

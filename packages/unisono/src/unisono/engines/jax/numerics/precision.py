@@ -101,10 +101,12 @@ def check_no_downcast(jaxpr: Any, task: str) -> None:
     """
     for equation in _equations(jaxpr):
         doubles = any(_dtype(v) == np.float64 for v in equation.invars)
-        lower = [d for v in equation.outvars if (d := _dtype(v)) is not None and _is_lower(d)]
+        made = (d for v in equation.outvars if (d := _dtype(v)) is not None and jnp.issubdtype(d, jnp.floating))
+        lower = [dtype for dtype in made if jnp.finfo(dtype).bits < 64]
         if doubles and lower:
+            line = source_info_util.summarize(equation.source_info)
             raise ConfigError(
-                f"{task}: train.precision=fp64, but {_source_line(equation)} casts to {lower[0]}; ask for at least "
+                f"{task}: train.precision=fp64, but {line} casts to {lower[0]}; ask for at least "
                 f"that precision instead of exactly that: jnp.promote_types(x.dtype, jnp.{lower[0]})"
             )
 
@@ -124,11 +126,3 @@ def _has_equations(value: Any) -> bool:
 
 def _dtype(variable: Any) -> Any:
     return getattr(getattr(variable, "aval", None), "dtype", None)
-
-
-def _is_lower(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 64
-
-
-def _source_line(equation: Any) -> str:
-    return str(source_info_util.summarize(equation.source_info))

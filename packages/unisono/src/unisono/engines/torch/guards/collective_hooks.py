@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.library import Library
 
+from unisono.runtime.code import source_files
 from unisono.runtime.communication import collective_log
 
 # The names that users know; if several functions use one operator, the oldest.
@@ -239,8 +239,6 @@ def _no_shape(arguments_given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 _OWN_FOLDER = str(Path(collective_log.__file__).parents[2]) + os.sep
 _TORCH_FOLDER = str(Path(torch.__file__).parent) + os.sep
 _PLUMBING = ("distributed_c10d.py", "c10d_logger.py")  # through which all calls go
-_LIBRARIES = tuple(sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")}))
-_STANDARD = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 _USER, _OURS, _LIBRARY, _INTERNAL = range(4)
 
 
@@ -273,13 +271,13 @@ def _find_caller(frame: FrameType | None) -> _Line:
 @cache
 def _classify_file(path: str) -> int:
     """Whether a file is user code, this package or a library. Names of compiled code differ between ranks."""
-    if path.startswith(_OWN_FOLDER):
-        return _OURS
     if path.startswith((_TORCH_FOLDER, "<")) or "torchinductor" in path:
         return _INTERNAL
-    if path.startswith(_LIBRARIES) or "site-packages" in path or "dist-packages" in path:
-        return _LIBRARY
-    return _INTERNAL if path.startswith(_STANDARD) else _USER
+    if source_files.is_our_file(path):
+        return _OURS
+    if source_files.is_user_file(path):
+        return _USER
+    return _LIBRARY if "site-packages" in path or "dist-packages" in path else _INTERNAL  # Python's own
 
 
 def short_path(path: str) -> str:

@@ -31,7 +31,8 @@ class Buffers:
 
     def __init__(self, model: nn.Module, process: ProcessInfo, synchronised: Collection[str] = ()) -> None:
         self._model, self._process = model, process
-        layers = [name for name, module in model.named_modules() if _has_running_statistics(module)]
+        norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
+        layers = [name for name, norm in norms.items() if norm.track_running_stats]
         self._shared_statistics = _buffers_of(model, [name for name in layers if name in synchronised])
         layers = [name for name in layers if name not in synchronised]
         self.local = _buffers_of(model, layers)
@@ -99,7 +100,3 @@ def restore_modes_on_exit(model: nn.Module) -> Iterator[None]:
 
 def _buffers_of(model: nn.Module, layers: Collection[str]) -> set[str]:
     return {f"{layer}.{name}" for layer in layers for name, _ in model.get_submodule(layer).named_buffers()}
-
-
-def _has_running_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.track_running_stats

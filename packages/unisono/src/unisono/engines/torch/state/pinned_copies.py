@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNED = 64  # bytes
+from unisono.engines import host_arrays
 
 
 class PinnedCopies:
@@ -23,7 +23,7 @@ class PinnedCopies:
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Allocate the memory for copies of these tensors."""
-        _, size = _plan_layout(tensors)
+        _, size = host_arrays.plan_layout(tensors)
         if self._block is None or size > self._block.numel():
             self._block = None  # free it first, or both would exist at once
             self._block = _allocate(size)
@@ -33,7 +33,7 @@ class PinnedCopies:
         streams = self._begin({tensor.device for tensor in tensors})
         self.prepare(tensors)
         assert self._block is not None
-        places, _ = _plan_layout(tensors)
+        places, _ = host_arrays.plan_layout(tensors)
         copies = []
         for tensor, place in zip(tensors, places, strict=True):
             data = tensor.detach()
@@ -61,14 +61,6 @@ class PinnedCopies:
             stream = self._streams.setdefault(device, torch.Stream(device))
             stream.wait_stream(torch.accelerator.current_stream(device))
         return {device: self._streams[device] for device in devices}
-
-
-def _plan_layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    places, size = [], 0
-    for tensor in tensors:
-        places.append(size)
-        size += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
-    return places, size
 
 
 def _allocate(size: int) -> Tensor:
