@@ -16,7 +16,7 @@ from packages.unisono.tests.checkpoint.saved import save
 from unisono.checkpoint.core import commit, manifest
 from unisono.data.sources import open_source
 from unisono.data.sources.files import records
-from unisono.data.sources.formats import lines, parquet, parquet_pages
+from unisono.data.sources.formats import delimited, lines, parquet, parquet_pages
 from unisono.data.sources.storage import File
 from unisono.runtime.errors import CheckpointError, DataError
 
@@ -224,3 +224,22 @@ def test_a_line_that_no_memory_should_hold_is_refused(
     os.truncate(path, 40 << 30)
     with pytest.raises(DataError, match=r"a\.jsonl: line 2 has more than 0 GiB, which no row has"):
         _ = open_source(path) if indexed else list(records(File.from_path(path, "jsonl", path.name), good._wanted))
+
+
+@pytest.mark.parametrize("value", ["7", "x"])
+def test_a_table_takes_eight_bytes_a_value_beside_one_part_of_it(
+    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole columns were converted at once, beside the texts that they came from: 17 times a file of digits."""
+    path, rows, seen = tmp_path / "a.csv", 200_000, [0]
+    path.write_text("a\n" + f"{value}\n" * rows)
+    fill, before = delimited._null_if_empty, pa.total_allocated_bytes()
+
+    def watched(values: Any) -> Any:
+        seen.append(pa.total_allocated_bytes() - before)
+        return fill(values)
+
+    monkeypatch.setattr(delimited, "_null_if_empty", watched)
+    assert len(open_source(path)) == rows
+    assert len(seen) > rows // delimited._BLOCK_ROWS
+    assert rows < max(seen) < 9 * rows

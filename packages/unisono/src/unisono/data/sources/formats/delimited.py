@@ -10,6 +10,8 @@ import csv
 import hashlib
 import io
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -39,7 +41,7 @@ class DelimitedReader:
         digest = hashlib.blake2b(digest_size=16)
         with wrap_read_errors(file), file.open_plain() as stream:
             columns = _read_columns(file, _Digested(stream, digest))
-        self.schema, rows = pa.schema([]), len(next(iter(columns.values()), ()))
+        self.schema, rows = pa.schema([]), sum(map(len, next(iter(columns.values()), ())))
         if rows:
             table = pa.table(
                 {name: _typed_column(file, name, values, types.get(name)) for name, values in columns.items()}
@@ -81,8 +83,8 @@ class _Digested(io.RawIOBase):
         return len(content)
 
 
-def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, Any]:
-    """The values of each column as texts, some thousand rows in each chunk; empty if there are no rows."""
+def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, list[Any]]:
+    """The values of each column as arrays of texts, some thousand rows in each; without them if there are no rows."""
     text = safe_paths.Text(io.BufferedReader(stream, _READ_BYTES), file.path, "utf-8-sig", "")
     reader = csv.reader(text, delimiter="," if file.format == "csv" else "\t", strict=True)
     chunks: list[list[Any]] = []
@@ -103,9 +105,7 @@ def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, Any]:
         ) from error
     except csv.Error as error:
         raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
-    return {
-        name: pa.chunked_array([chunk[number] for chunk in chunks], pa.string()) for number, name in enumerate(header)
-    }
+    return {name: [chunk[number] for chunk in chunks] for number, name in enumerate(header)}
 
 
 def _check_width(file: File, line: list[str], header: list[str], number: int) -> list[str]:
@@ -117,22 +117,32 @@ def _check_width(file: File, line: list[str], header: list[str], number: int) ->
     return line
 
 
-def _typed_column(file: File, name: str, values: Any, kind: ColumnType | None) -> Any:
-    """A column with the expected type, or else the narrowest type that fits all its values."""
+def _typed_column(file: File, name: str, parts: list[Any], kind: ColumnType | None) -> Any:
+    """A column with the expected type, or else the narrowest type that fits all its values; `parts` is emptied."""
     if kind is not None and kind.word == "text":
-        return _null_if_empty(values) if kind.nulls else values
-    filled = _null_if_empty(pc.utf8_trim_whitespace(values))
+        return _convert(parts, _null_if_empty if kind.nulls else lambda values: values, pa.string())
     if kind is not None:
+        dtype = pa.type_for_alias(kind.dtype)
         try:
-            return filled.cast(pa.type_for_alias(kind.dtype))
+            return _convert(parts, lambda values: _filled(values).cast(dtype), dtype)
         except (pa.ArrowInvalid, ValueError) as error:
             raise DataError(f"{file.path}: column '{name}' is not {kind}: {error}") from error
-    for narrow in _INFERRED if filled.null_count < len(filled) else ():
-        try:
-            return filled.cast(narrow)
-        except pa.ArrowInvalid:
-            continue
-    return _null_if_empty(values)
+    for narrow in _INFERRED if any(_filled(part).null_count < len(part) for part in parts) else ():
+        with suppress(pa.ArrowInvalid):
+            for part in parts:
+                _filled(part).cast(narrow)
+            return _convert(parts, lambda values: _filled(values).cast(narrow), narrow)  # noqa: B023 - not kept
+    return _convert(parts, _null_if_empty, pa.string())
+
+
+def _convert(parts: list[Any], each: Callable[[Any], Any], kind: Any) -> Any:
+    """Convert part by part, each let go at once: whole columns of texts and numbers took many times the file."""
+    parts.reverse()
+    return pa.chunked_array([each(parts.pop()) for _ in range(len(parts))], kind)
+
+
+def _filled(values: Any) -> Any:
+    return _null_if_empty(pc.utf8_trim_whitespace(values))
 
 
 def _null_if_empty(values: Any) -> Any:
