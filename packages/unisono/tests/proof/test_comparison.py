@@ -228,10 +228,21 @@ def no_norm(facts: RunFacts, tensors: Any) -> None:
         one.grad_norm = 0.0
 
 
+def unmoved(facts: RunFacts, tensors: Any) -> None:
+    for number in (0, 1):
+        tensors["parameters", number]["w"] = np.ones(3)
+
+
+def test_parameters_that_come_back_to_where_they_began_have_moved(tmp_path: Path) -> None:
+    """Updates of a fixed size, as those by the sign of a gradient, may end there."""
+    found = check_invariants(trace(tmp_path / "one", 1, with_tensor("parameters", 1, "w", np.ones(3))))
+    assert {one.quantity: one.mark for one in found}["trained parameters moved"] == "PASS"
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (with_tensor("parameters", 1, "w", np.ones(3)), "trained parameters moved"),
+        (unmoved, "trained parameters moved"),
         (with_tensor("parameters", 1, "still", np.zeros(2)), "frozen parameters did not move"),
         (with_step(0, by_rank=[[0, 1], [0, 1]]), "ranks computed different rows"),
         (with_step(1, loss=2.0), "the loss moved"),

@@ -12,6 +12,7 @@ from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.recording.trace import write_tensors
 from unisono.proof.scripts.judging.parameter_pieces import drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
+    differ_in_order_alone,
     drop_unrepeatable_reports,
     find_local_statistics,
     name_local_statistics,
@@ -134,3 +135,22 @@ def test_pieces_of_a_parameter_that_ranks_hold_by_hand_are_left_out_of_everythin
     for trace in (mine, reference):
         assert [*trace.tensors("initial parameters")] == trace.facts.trainable[::-1] == ["b"] + ["w"] * (not pieces)
     assert all(rank.parted == bool(pieces) and ("w" in rank.initial) != bool(pieces) for rank in mine.ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("queue", "alike"),
+    [
+        ([[3.0, 1.0], [1.0, 2.0]], True),
+        ([[3.0, 1.0 + 1e-15], [1.0, 2.0]], True),
+        ([[3.0, 1.0], [1.0, 1.0]], False),
+        ([[3.0, 2.0], [1.0, 1.0]], False),  # the same numbers in other rows
+    ],
+)
+def test_a_queue_with_the_same_rows_in_another_order_is_told_from_other_rows(
+    tmp_path: Path, queue: list[list[float]], alike: bool
+) -> None:
+    traces = []
+    for name, rows in (("mine", queue), ("one", [[1.0, 2.0], [3.0, 1.0]])):
+        traces.append(write_script_trace(tmp_path / name, [[RankFacts()]]))
+        write_tensors(tmp_path / name, "buffers", 0, {"queue": np.array(rows), "count": np.ones(1)})
+    assert differ_in_order_alone(*traces) == alike

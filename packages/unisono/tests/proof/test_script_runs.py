@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from packages.unisono.tests.launch import jobs
-from packages.unisono.tests.proof.small_scripts import HEAD, SYNCHRONISED, prove
+from packages.unisono.tests.proof.small_scripts import HEAD, SEEDED, STEP, SYNCHRONISED, prove
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.proof.scripts import script_proof
 from unisono.proof.scripts.judging.script_comparison import LATE
@@ -100,6 +102,107 @@ def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) 
     report = prove(tmp_path, SYNCHRONISED + "for _ in range(2):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
     assert report.mark == "PASS", report.lines
     assert "the script ended after 2 of 4 steps (steps=4)" in report.lines
+
+
+@pytest.mark.slow
+def test_a_termination_ends_all_processes_of_a_script_at_once(tmp_path: Path) -> None:
+    """The ranks write who they are, and wait for each other for longer than the test."""
+    path = tmp_path / "train.py"
+    tell = f"open('{tmp_path}/pid-' + str(os.getpid()), 'w').close()\n"
+    path.write_text(
+        SEEDED + "import os\n" + STEP + tell + "if dist.get_world_size() > 1:\n    time.sleep(600)\nstep(x)\n"
+    )
+    command = [sys.executable, "-m", "unisono", "prove", str(path), "steps=1", "--", ""]
+    with subprocess.Popen(command, env=jobs.environment(), stderr=subprocess.PIPE, text=True) as process:
+        ranks: list[int] = []
+        while len(ranks) < 3:  # one process alone, then two
+            assert process.poll() is None, process.communicate()[1]
+            ranks = [int(one.name.removeprefix("pid-")) for one in tmp_path.glob("pid-*")]
+            time.sleep(0.1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) > 128
+        assert time.monotonic() - began < 30
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+AVERAGE = """
+import copy
+average = copy.deepcopy(model).requires_grad_(False)
+for _ in range(4):
+    step(x[dist.get_rank()::dist.get_world_size()] + 1)
+    for kept, new in zip(average.parameters(), model.parameters()):
+        kept.lerp_(new, 1 - DECAY)
+"""
+DISTRIBUTED = """
+data = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(8, 3) / 10)
+world = dist.get_world_size()
+class Epochs(torch.utils.data.Sampler):
+    epoch = 0
+    def __iter__(self):
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[dist.get_rank()::world])
+    def __len__(self):
+        return 8 // world
+sampler = Epochs()
+for epoch in range(4):
+    sampler.epoch = EPOCH
+    for (rows,) in torch.utils.data.DataLoader(data, 4 // world, sampler=sampler):
+        step(rows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("epoch", "mark"), [("epoch", "PASS"), ("epoch if world == 1 else 0", "FAIL")])
+def test_a_short_epoch_is_followed_into_the_next_one(tmp_path: Path, epoch: str, mark: str) -> None:
+    """Two updates an epoch: as many as are compared if nothing is asked for would not be enough of longer ones."""
+    text = SYNCHRONISED + DISTRIBUTED.replace("EPOCH\n", f"{epoch}\n").replace("(24.0).reshape(8", "(48.0).reshape(16")
+    text = text.replace("randperm(8", "randperm(16").replace("return 8 //", "return 16 //")  # four, and steps=4
+    report = prove(tmp_path, text)
+    assert report.mark == mark, report.lines
+    if mark == "FAIL":
+        assert report.verdicts[0].diagnosis is not None
+        assert report.verdicts[0].diagnosis.fault == "Every epoch has the same order"
+    assert "updates after the first 5" in "\n".join(report.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("decay", "mark"), [("0.9", "PASS"), ("0.9 ** dist.get_world_size()", "FAIL")])
+def test_a_moving_average_beside_the_model_is_compared(tmp_path: Path, decay: str, mark: str) -> None:
+    report = prove(tmp_path, SYNCHRONISED + AVERAGE.replace("DECAY", decay))
+    assert report.mark == mark, report.lines
+    first = report.verdicts[0].first
+    assert (first.quantity if first else "") == ("EMA" if mark == "FAIL" else "")
+
+
+UNEVEN = """
+for at in range(3 if dist.get_rank() == 0 or dist.get_world_size() == 1 else 2):
+    step(x[dist.get_rank()::dist.get_world_size()])
+"""
+SKIPPED = """
+for at in range(4):
+    model(x[dist.get_rank()::dist.get_world_size()]).square().mean().backward()
+    if at != 1 or dist.get_rank() == 0:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "line"), [(UNEVEN, 14), (SKIPPED, 22)])
+def test_ranks_that_make_other_numbers_of_updates_end_at_once_with_a_line_of_the_user(
+    tmp_path: Path, loop: str, line: int
+) -> None:
+    """Shards of unequal length, or an update that one rank leaves out: another waits in the script's collective."""
+    began = time.monotonic()
+    report = prove(tmp_path, SYNCHRONISED + loop, timeout=300)
+    assert time.monotonic() - began < 120
+    said = "\n".join(report.lines)
+    assert report.exit_code == 1
+    assert "likely: Ranks make different numbers of updates" in said
+    assert f"which began at train.py:{line}" in said
 
 
 @pytest.mark.slow

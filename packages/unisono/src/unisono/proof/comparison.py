@@ -181,6 +181,8 @@ def find_left_out(mine: Trace, reference: Trace, floor: float) -> LeftOut:
             seen |= set(gradients)  # where two optimizers take turns, no step has them all
         for name, value in gradients.items():
             typical = norm_of([value]) / math.sqrt(max(1, value.size))
+            if name in small and small[name].shape != value.shape:
+                continue  # which is a difference of its own
             small[name] = small.get(name, np.ones(value.shape, bool)) & (np.abs(value) <= 0.1 * floor * typical)
             some[name] = some.get(name, np.zeros(value.shape, bool)) | (value != 0)
     names = frozenset(silent & seen if seen else silent)

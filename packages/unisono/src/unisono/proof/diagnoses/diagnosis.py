@@ -80,7 +80,7 @@ def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
     if quantity in _OF_PASSES and (wrong := _find_wrong_ranks(pattern)):  # other micro-batches compare no samples
         why = f"of the first rows, with the same generators, ranks {wrong} make other samples here"
         return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, why)
-    if quantity == GRADIENT and pattern.mine.facts.replaced:
+    if quantity in (GRADIENT, "initial parameters") and pattern.mine.facts.replaced:
         return build_diagnosis(FaultName.OPTIMIZER_BEFORE_WRAPPING, pattern.mine.facts.replaced)
     return None
 

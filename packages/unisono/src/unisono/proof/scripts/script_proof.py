@@ -28,8 +28,10 @@ from unisono.proof.scripts.judging.script_comparison import (
     MAX_ROUNDING,
     Report,
     ScriptRuns,
+    differ_in_order_alone,
     drop_unrepeatable_reports,
     find_other_buffers,
+    have_same_copies,
     name_local_statistics,
 )
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
@@ -155,7 +157,8 @@ def prove_script(
     while report is None:
         with trace_room() as root:
             run = ScriptRun(reference, ladder[0], settings.timeout, steps=settings.steps, dropout=settings.dropout)
-            run = dataclasses.replace(run, cuda=cuda, devices=devices)
+            further = "steps" not in settings.model_fields_set and run.precision == "fp64"
+            run = dataclasses.replace(run, cuda=cuda, devices=devices, next_epoch=further)
             runs = ScriptRuns(run, words, root, quiet, variables)
             try:
                 report = _prove(runs, lower=len(ladder) > 1)
@@ -187,6 +190,8 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     reference = runs.record(one)
     groups: list[Group] = []
     if reference is not None:
+        steps = max(runs.run.steps, len(reference.facts.steps))
+        runs.run = dataclasses.replace(runs.run, steps=steps, next_epoch=False)
         for case in several:
             runs.record(case)
         replayed = [group for case in several if (group := record_on_their_rows(runs, case)) is not None]
@@ -313,6 +318,10 @@ def _complete(
             return ""
         if stray:
             return stray
+        if one.quantity == "EMA" and not have_same_copies(mine, reference):
+            return "a copy of the model is there in one of the runs only"
+        if one.quantity == "buffers" and gradients_agree and differ_in_order_alone(mine, reference):
+            return "the same rows stand in another order, and all that is computed with them agrees"
         kept = one.quantity in _WITHOUT_ROWS and (rates or one.quantity != "learning rate")
         explained = drawn or not 0 < one.worst.step < since
         if (rows or drawn) and explained and not kept:
@@ -356,10 +365,18 @@ def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_che
     judged.notes.append(note)
 
 
+def describe_later(made: int, next_epoch: int) -> str:
+    """In words, the updates after those that were made, and how the second epoch can be reached."""
+    further = f", and the second epoch, which begins with update {next_epoch}: steps={next_epoch}"
+    return f"updates after the first {made}{further if next_epoch > made else ''}"
+
+
 def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list[str]:
     """What the hooks have not seen of a run on one process; its rows, where it reads its own."""
-    made = len(trace.facts.steps)
+    made, reading = len(trace.facts.steps), read_reading(trace.folder, 0)
+    averages = "" if trace.tensors("EMA", made - 1) else "moving averages, "
     missing = {
+        describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended),
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in plain.facts.steps),
         "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
@@ -370,10 +387,9 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
         ),
         "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no callback)": not trace.facts.evaluation,
-        "states outside of the trained model (moving averages, teachers, buffers of a loss)": True,
+        f"states outside of the trained model ({averages}teachers, buffers of a loss)": True,
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
-    reading = read_reading(trace.folder, 0)
     result += filter(None, [describe_unseeded(reading.unseeded) if reading else ""])
     if made < steps:
         result.append(f"the script ended after {made} of {steps} steps (steps={steps})")

@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from unisono.launch.processes import local_processes
 from unisono.launch.resolving.layout import threads_per_process
 from unisono.proof import comparison, judgement, report, verdict
@@ -24,7 +26,7 @@ from unisono.proof.comparison import Difference, Mark
 from unisono.proof.diagnoses import predictions
 from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.hangs import read_stacks
-from unisono.proof.recording.trace import QUANTITIES, trace_folder
+from unisono.proof.recording.trace import QUANTITIES, Array, trace_folder
 from unisono.proof.scripts.judging.script_remedies import reword
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.recording.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
@@ -37,6 +39,7 @@ from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.fault_names import FaultName
+from unisono.runtime.text import join_names
 
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
@@ -194,6 +197,33 @@ def _find_far_buffers(mine: ScriptTrace, reference: ScriptTrace, step: int) -> s
     return {name for name, size in apart.items() if size > MAX_ROUNDING[mine.precision]}
 
 
+def have_same_copies(mine: ScriptTrace, reference: ScriptTrace) -> bool:
+    """Whether both runs have the same copies of the model (moving averages, teachers)."""
+    steps = range(min(len(mine.facts.steps), len(reference.facts.steps)))
+    return all({*mine.tensors("EMA", step)} == {*reference.tensors("EMA", step)} for step in steps)
+
+
+def differ_in_order_alone(mine: ScriptTrace, reference: ScriptTrace) -> bool:
+    """Whether all buffers that differ have the same rows in another order: a queue that is filled rank by rank."""
+    for step in range(min(len(mine.facts.steps), len(reference.facts.steps))):
+        ours, theirs = mine.tensors("buffers", step), reference.tensors("buffers", step)
+        for name in _find_far_buffers(mine, reference, step):
+            a, b = ours.get(name), theirs.get(name)
+            if a is None or b is None or a.shape != b.shape or a.ndim < 1:
+                return False
+            far = MAX_ROUNDING[mine.precision]
+            if not np.allclose(_sort_rows(a), _sort_rows(b), rtol=far, atol=far * float(np.abs(b).max(initial=0.0))):
+                return False
+    return True
+
+
+def _sort_rows(values: Array) -> Array:
+    """The rows of an array, in an order of their own; equal but for rounding, they come in the same order."""
+    rows = values.reshape(len(values), -1)
+    first = np.round(rows.astype(np.float64), 5)
+    return np.asarray(rows[np.lexsort(first.T[::-1])] if rows.size else rows)
+
+
 def name_local_statistics(
     verdicts: Sequence[Verdict], traces: Mapping[str, ScriptTrace], reference: ScriptTrace
 ) -> None:
@@ -204,7 +234,8 @@ def name_local_statistics(
         if any(c.mark == "FAIL" and c.worst.step == found.first.worst.step for c in found.invariants):
             continue  # a fault that the run shows by itself, whatever its layers normalise by
         if names := find_local_statistics(traces[found.case], reference, found.first.worst.step):
-            message = f"{names[0]} and others are of the rows of one process, which normalises by them"
+            statistics = [name for name in names if not name.endswith("num_batches_tracked")] or names
+            message = f"batch normalisation by the rows of one process ({join_names(statistics)}), not SyncBatchNorm"
             found.diagnosis = build_diagnosis(FaultName.LOCAL_BUFFERS, message)
 
 

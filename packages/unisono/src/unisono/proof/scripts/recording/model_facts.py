@@ -36,6 +36,26 @@ def held_parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
+def find_copies(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters of what is a copy of the model by its names and shapes, and no part of it: an average, a teacher."""
+    own = by_plain_name(model.named_parameters())
+    known = {id(one) for one in (*model.modules(), *model.parameters())}
+    gc.collect()  # copies that nobody has any more
+    found: list[dict[str, Tensor]] = []
+    for module in find_living(nn.Module):
+        if id(module) in known or not any(True for _ in module.parameters()):
+            continue
+        held: dict[str, Tensor] = {_WRAPPERS.sub("", name): one for name, one in module.named_parameters()}
+        if any(one.is_meta or nn.parameter.is_lazy(one) for one in held.values()):
+            continue
+        alike = {n: one.shape for n, one in held.items()} == {n: one.shape for n, one in own.items()}
+        seen = {id(one) for copy in found for one in copy.values()}
+        if alike and not any(id(one) in known or id(one) in seen for one in held.values()):
+            found.append(held)
+    number = [""] if len(found) == 1 else [f"copy {place}, " for place in range(1, len(found) + 1)]
+    return {f"{place}{name}": one for place, copy in zip(number, found, strict=True) for name, one in copy.items()}
+
+
 def find_scratch(model: nn.Module, held: set[int]) -> set[int]:
     """Buffers that optimizers hold and that no checkpoint has, by `id`: each rank's rows of a sparse embedding."""
     found = {id(one) for one in model.buffers()} & held

@@ -7,11 +7,14 @@ and the other one, in its next backward pass, for the first. So each leaves in a
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
+from unisono.runtime.code.source_files import is_user_file
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.fault_names import FaultName
 
@@ -26,6 +29,7 @@ class _Progress:
     updates: int = 0  # that it has begun
     passes: int = 0  # backward passes in all
     since: int = 0  # backward passes since the last update
+    line: str = ""  # of the user's, where the last of them began
     ended: bool = False
 
 
@@ -34,6 +38,14 @@ class UnequalUpdatesError(UnisonoError):
 
     exit_code = 1
     fault = FaultName.UNEQUAL_UPDATES
+
+
+def _find_line() -> str:
+    """The innermost line of the user's that has led here; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f", which began at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def describe_waiting(folder: Path, size: int) -> str:
@@ -116,6 +128,7 @@ class RankProgress:
         """A backward pass begins."""
         self._mine.passes += 1
         self._mine.since += 1
+        self._mine.line = _find_line() if len(self._files) > 1 else ""
         self._tell()
 
     def begin_update(self) -> None:
@@ -138,7 +151,30 @@ class RankProgress:
             before, since = now, since if now == before else time.monotonic()
 
     def end(self) -> None:
-        """The script has returned."""
+        """The script has returned; wait until it has on the others, or they have made all updates that are compared.
+
+        Raises:
+            UnequalUpdatesError: if another one waits for a part of an update that this one does not make.
+        """
+        self._mine.ended = True
+        self._tell()
+        before, since = self._read(), time.monotonic()
+        while left := {rank: one for rank, one in before.items() if not one.ended}:
+            later = [
+                rank for rank, one in left.items() if one.passes > self._mine.passes or one.since > self._mine.since
+            ]
+            if later and time.monotonic() - since > _RECEIVING:
+                other = left[later[0]]
+                raise UnequalUpdatesError(
+                    f"rank {self._rank} has ended after {self._mine.updates} updates and {self._mine.passes} backward "
+                    f"passes, and rank {later[0]} waits in or after its backward pass {other.passes}{other.line}"
+                )
+            time.sleep(0.01)
+            now = self._read()
+            before, since = now, since if now == before else time.monotonic()
+
+    def close(self) -> None:
+        """All updates that are compared are made."""
         self._mine.ended = True
         self._tell()
 

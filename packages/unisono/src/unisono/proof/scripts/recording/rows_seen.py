@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,6 +34,7 @@ class FetchedRows:
         self._data: dict[int, Any] = {}  # all of them, whose ids must not be given to others
         self._iterators: dict[int, Any] = {}  # the last one of each
         self._lengths: dict[int, int] = {}  # of those that passes were made of
+        self._passes = 0  # that were made of such batches
         self._latest: deque[list[int]] | None = None  # what the last batch since a backward pass was added to
 
     @property
@@ -87,6 +89,19 @@ class FetchedRows:
             result.append(np.array(rows, np.int64))
         return result
 
+    def find_next_epoch(self, updates: int) -> int:
+        """The update that is the first of the second epoch; 0 where that is not known, or several data sets are read.
+
+        Args:
+            updates: that were made of the passes so far.
+        """
+        if len(self._lengths) != 1 or not self._passes:
+            return 0
+        with suppress(Exception):  # a sampler of the script's own may have no length
+            batches = len(self._iterators[next(iter(self._lengths))]._index_sampler)
+            return math.ceil(batches * updates / self._passes) + 1
+        return 0
+
     @property
     def has_latest(self) -> bool:
         """Whether a batch was fetched since the last backward pass, and is still there."""
@@ -104,6 +119,7 @@ class FetchedRows:
     def take_pass(self) -> list[int]:
         """The rows of a backward pass."""
         rows = []
+        self._passes += any(self._waiting.values())
         for key, batches in self._waiting.items():
             if batches:
                 self._lengths.setdefault(key, _length_of(self._data[key]))

@@ -38,6 +38,8 @@ _RECEIVES = ("recv", "irecv", "batch_isend_irecv")  # from the stage before it i
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _MEASURES_TIME = re.compile(r"runtime|_time$|_per_second|^epoch$|learning_rate")  # or is compared without it
 
+_LATEST_EPOCH = 17  # the latest update to go on to, if it is the first of the next epoch
+
 NO_UPDATE = "ended without an update"
 
 _watches: list[ScriptWatch] = []  # of which there is at most one
@@ -48,7 +50,12 @@ class _EnoughSteps(BaseException):
 
 
 def run_watched(
-    train: Callable[[], Any], name: str, world: World, steps: int, replayed: ReplayedRun | None = None
+    train: Callable[[], Any],
+    name: str,
+    world: World,
+    steps: int,
+    replayed: ReplayedRun | None = None,
+    next_epoch: bool = False,
 ) -> Records:
     """Run something that trains, until it has made so many updates or ends.
 
@@ -58,12 +65,13 @@ def run_watched(
         world: the process.
         steps: updates after which it is ended.
         replayed: what the ranks of another run have read, which this one is given.
+        next_epoch: whether it goes on to the first update of the next epoch, if that comes soon.
 
     Raises:
         ConfigError: if it makes no update.
         UnequalUpdatesError: if another process does not make one that this process makes.
     """
-    watch = ScriptWatch(world, steps, replayed)
+    watch = ScriptWatch(world, steps, replayed, next_epoch)
     with watch.installed(), suppress(_EnoughSteps):
         try:
             train()
@@ -73,7 +81,7 @@ def run_watched(
         except Exception as error:
             if not _is_of_the_end(error):
                 raise
-        watch.progress.end()
+        watch.end()
     watch.close()
     if watch.records is None or not watch.records.steps:
         raise ConfigError(
@@ -103,6 +111,7 @@ class ScriptWatch:
         world: the process.
         steps: updates after which the script is ended.
         replayed: what the ranks of another run have read, which this one is given.
+        next_epoch: whether it goes on to the first update of the next epoch, if that comes soon.
 
     Attributes:
         records: of its run, from its first forward pass in training on.
@@ -110,8 +119,8 @@ class ScriptWatch:
         progress: of this process among the others.
     """
 
-    def __init__(self, world: World, steps: int, replayed: ReplayedRun | None = None) -> None:
-        self._world, self._steps, self._replayed = world, steps, replayed
+    def __init__(self, world: World, steps: int, replayed: ReplayedRun | None = None, next_epoch: bool = False) -> None:
+        self._world, self._steps, self._replayed, self._next_epoch = world, steps, replayed, next_epoch
         self.records: Records | None = None
         self.has_callback = False
         self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
@@ -128,6 +137,7 @@ class ScriptWatch:
         if world.size > 1:
             self._exchange = RowKeeper(world.folder, world.rank, world.size)
         self._loss_inputs = LossInputs()
+        self._ended = False  # the script has, by itself
         self._has_batches = False  # of a `DataLoader`
         self._seeds = Seeds(world.rank)
 
@@ -156,8 +166,14 @@ class ScriptWatch:
             stack.enter_context(self._loss_inputs)
             yield
 
+    def end(self) -> None:
+        """The script has returned."""
+        self._ended = True
+        self.progress.end()
+
     def close(self) -> None:
         """The script has ended: what it has read is written."""
+        self.progress.close()
         self._loss_inputs.is_closed = True
         if self._exchange is not None:
             self._exchange.close()
@@ -167,6 +183,8 @@ class ScriptWatch:
             getattr(self._exchange, "reason", ""),
             self._seeds.find_unseeded(),
             self.records.find_lower() if self.records is not None else [],
+            self._fetched.find_next_epoch(self.records.steps) if self.records is not None else 0,
+            self._ended,
         )
         write_reading(self._world.folder, self._world.rank, facts, self._fetched.list_epochs())
 
@@ -221,6 +239,8 @@ class ScriptWatch:
             )
         self.progress.begin_update()
         records = self._begin([optimizer])
+        if records.steps + 1 == self._steps:
+            self._go_on()
         if self._replayed is not None:
             self._replayed.set_rates(optimizer, records.steps)
         records.seen.early |= torch._C._current_graph_task_id() != -1
@@ -239,6 +259,12 @@ class ScriptWatch:
             return result
 
         return (optimizer, recorded), {}
+
+    def _go_on(self) -> None:
+        """Follow the script into the next epoch, with the last update before it would end, if that is asked for."""
+        if self._next_epoch:
+            self._next_epoch, begins = False, self._fetched.find_next_epoch(self._steps)
+            self._steps = begins if self._steps < begins <= _LATEST_EPOCH else self._steps
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1
@@ -412,7 +438,7 @@ def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
     modules = find_living(nn.Module)
     inner = {id(child) for module in modules for child in module._modules.values()}
     holders = [
-        (len(held), not isinstance(module, DistributedDataParallel), -min(place[key] for key in held), module)
+        (len(held), -min(place[key] for key in held), not isinstance(module, DistributedDataParallel), module)
         for module in modules
         if id(module) not in inner and (held := _held_by(module) & set(left))
     ]

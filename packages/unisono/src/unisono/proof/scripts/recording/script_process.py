@@ -55,6 +55,7 @@ class ScriptRun:
         perturbed: size of the relative change of the initial weights.
         arguments: of the user's command line.
         steps: updates after which what is run as it is ends; 0: a function that records itself.
+        next_epoch: whether it goes on into the next epoch, if that begins soon.
         rows_of: the folder of the trace, in that of the run, whose ranks' rows it is given; empty for its own.
         ranks: that the other run had.
         how: their batches are put together.
@@ -72,6 +73,7 @@ class ScriptRun:
     perturbed: float = 0.0
     arguments: list[str] = field(default_factory=list)
     steps: int = 0
+    next_epoch: bool = False
     rows_of: str = ""
     ranks: int = 0
     how: How = "side by side"
@@ -147,7 +149,7 @@ def _load_watched(run: ScriptRun, folder: Path) -> Callable[[World], Any]:
         train = _load_function(run.reference)
         name = train.__name__
     replayed = ReplayedRun(folder / run.rows_of, run.ranks, run.how) if run.rows_of else None
-    return lambda world: script_hooks.run_watched(train, name, world, run.steps, replayed)
+    return lambda world: script_hooks.run_watched(train, name, world, run.steps, replayed, run.next_epoch)
 
 
 def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:

@@ -111,6 +111,7 @@ class Records:
         self._group = build_group(place, world.timeout)
         self._facts = RunFacts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
         self._ranks: list[list[RankFacts]] = []  # of every step
+        self._copies: dict[str, Tensor] = {}  # of the model, beside it: averages, teachers
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
         self.seen = RankFacts()
         self._reported: dict[str, float] = {}  # since the last update
@@ -232,6 +233,15 @@ class Records:
         self._rates = self._norm = self._clean = None
         self.seen, self._inputs = RankFacts(), 0
 
+    def _write_copies(self) -> None:
+        """Record copies of the model that are there with the second update, as the update before has left them."""
+        if self.steps == 1:
+            self._copies = model_facts.find_copies(self._model)
+            everyone = self._group.gather(sorted(self._copies), "the names of copies")
+            if any(names != everyone[0] for names in everyone):  # gathering is for all
+                self._copies = {n: one for n, one in self._copies.items() if not isinstance(one, DTensor)}
+        self._write("EMA", self.steps, self._copies)
+
     def report(self, values: Mapping[str, float]) -> None:
         """Keep what this process reports of the last update, after it; not collective."""
         self._reported |= values
@@ -327,6 +337,8 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        if self._ema is None:
+            self._write_copies()
         own = {id(parameter) for parameter in model_facts.held_parameters(optimizer)}
         self._clean = self._left.close_update(own)
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update

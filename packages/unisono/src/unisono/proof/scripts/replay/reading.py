@@ -21,6 +21,8 @@ class ReadingFacts:
         reason: why rows could not be kept, or given; empty if all were.
         unseeded: generators that were drawn from without a seed of the script's own.
         lower: parameters of a lower precision than float64.
+        next_epoch: the update that is the first of the second epoch; 0 where that is not known.
+        ended: whether the script came to its own end.
     """
 
     has_batches: bool
@@ -28,6 +30,8 @@ class ReadingFacts:
     reason: str
     unseeded: list[str] = field(default_factory=list)
     lower: list[str] = field(default_factory=list)
+    next_epoch: int = 0
+    ended: bool = False
 
 
 def write_reading(folder: Path, rank: int, facts: ReadingFacts, epochs: Sequence[NDArray[np.int64]]) -> None:
