@@ -84,7 +84,7 @@ def test_a_rank_that_waits_for_one_in_the_same_pass_goes_on_waiting(tmp_path: Pa
 
 def test_a_rank_that_waits_for_one_that_has_ended_learns_so(tmp_path: Path) -> None:
     first, second = build(tmp_path, timeout=60.0)
-    thread = later(second.end)
+    thread = later(second.close)
     with pytest.raises(UnequalUpdatesError, match="rank 1 has made 0 updates and ended after backward pass 0"):
         first.begin_update()
     thread.join()
@@ -97,8 +97,28 @@ def test_a_rank_that_waits_for_an_update_of_another_one_is_told_from_ranks_that_
     assert describe_waiting(tmp_path, 2) == ""
     first.begin_pass()
     assert describe_ended(tmp_path, 2) == ""
-    later(second.end)
+    later(second.close)
     with pytest.raises(UnequalUpdatesError):
         first.begin_update()
     assert "rank 0 is at update 1" in describe_waiting(tmp_path, 2)
     assert describe_ended(tmp_path, 2).startswith("rank 1 has ended after 0 updates and 1 backward passes, and rank 0")
+
+
+def test_a_rank_that_has_ended_waits_for_others_but_not_for_one_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches are through, and another rank is in a backward pass that it will never make."""
+    monkeypatch.setattr(rank_progress, "_RECEIVING", 0.1)
+    first, second = build(tmp_path)
+    thread = later(second.close)  # it evaluates meanwhile
+    first.end()
+    thread.join()
+    (tmp_path / "uneven").mkdir()
+    first, second = build(tmp_path / "uneven")
+    second.begin_pass()
+    with pytest.raises(
+        UnequalUpdatesError,
+        match=r"rank 0 has ended after 0 updates and 0 backward passes, and rank 1 waits in or after its backward pass "
+        r"1, which began at test_rank_progress\.py:\d+",
+    ):
+        first.end()
