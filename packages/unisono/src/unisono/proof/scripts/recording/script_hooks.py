@@ -320,7 +320,7 @@ class ScriptWatch:
     # passes ----------------------------------------------------------------------------------------------------------
 
     def _on_forward(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or self._inside or _is_transformed():
+        if torch.compiler.is_compiling() or self._inside or _is_transformed() or _is_redirected(module):
             return original(module, *args, **named)
         if not (module.training and torch.is_grad_enabled()):
             evaluates = not (module.training or torch.is_grad_enabled())
@@ -416,6 +416,12 @@ def _wrap(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[.
         return watch(original, *args, **named)
 
     return call
+
+
+def _is_redirected(module: nn.Module) -> bool:
+    """Whether Lightning calls its training step through this; on one process it calls that step alone."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    return getattr(vars(inner).get("forward"), "__qualname__", "").startswith("_ForwardRedirection.")
 
 
 def _is_transformed() -> bool:
