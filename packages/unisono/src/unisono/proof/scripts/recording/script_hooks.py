@@ -264,7 +264,8 @@ class ScriptWatch:
         """Follow the script into the next epoch, with the last update before it would end, if that is asked for."""
         if self._next_epoch:
             self._next_epoch, begins = False, self._fetched.find_next_epoch(self._steps)
-            self._steps = begins if self._steps < begins <= _LATEST_EPOCH else self._steps
+            further = self._steps < begins <= _LATEST_EPOCH and not self.has_callback  # which evaluates then
+            self._steps = begins if further else self._steps
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1
