@@ -88,6 +88,7 @@ OWN_RECORDS = {  # who has written what they parse by themselves
     "runtime.untrusted.safe_paths": "the door",
     # processes that this one has started, or that started it, over pipes, arguments and private folders
     "checkpoint.exchange.pickle_process": "", "checkpoint.remote.upload": "", "checkpoint.remote.upload_process": "",
+    "checkpoint.remote.node_parts": "",
     "engines.jax.devices": "", "engines.jax.profiler": "",
     "launch.autobatch.probe": "", "launch.autobatch.search": "", "launch.processes.fork_server": "",
     "observe.profile": "", "proof.recording.trace": "", "proof.scripts.recording.rank_facts": "",

@@ -33,7 +33,9 @@ _OTHERS = 1.0  # seconds that the other ranks have, after one has failed, to say
 
 def run(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300.0) -> list[Any]:
     """Call a module-level function on `world_size` new processes."""
-    named = f"{function.__module__}:{function.__qualname__}"
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name if spec is not None and function.__module__ == "__main__" else function.__module__  # `python -m`
+    named = f"{module}:{function.__qualname__}"
     with tempfile.TemporaryDirectory(prefix="ranks-") as name, socket.socket() as kept:
         folder = Path(name)
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # nobody else gets the port while it is bound

@@ -104,6 +104,12 @@ class ResolvedRun:
         assert isinstance(self.layout.world_size, int)
         return self.layout.world_size
 
+    def ranks_of_folder(self, rank: int) -> range:
+        """The ranks that have the run's directory in common with one: all of them, or those of its node."""
+        count = self.world_size if self.config.launch.shared_folder else self.world_size // self.config.launch.nodes
+        first = rank // count * count
+        return range(first, first + count)
+
     @cached_property
     def split(self) -> BatchSplit:
         """How a global batch is cut."""

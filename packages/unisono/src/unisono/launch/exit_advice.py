@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from unisono.checkpoint.core import resume_point
+from unisono.checkpoint.core import commit, resume_point
 from unisono.checkpoint.core.commit import Checkpoint
+from unisono.checkpoint.remote import restore
 from unisono.config.resolved_run import ResolvedRun
 from unisono.launch.resolving import resolve
 from unisono.observe import events
@@ -93,6 +94,8 @@ def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = 
 def _newest_checkpoint(run: ResolvedRun) -> Checkpoint | None:
     """Return the newest checkpoint whose manifest is readable."""
     try:
+        if not run.config.launch.shared_folder and (parts := restore.find_partial(run.directory)):
+            return commit.read_manifest(parts[-1])
         return resume_point.newest_readable(run.directory / "checkpoints").checkpoint
     except (CheckpointError, OSError):
         return None

@@ -23,7 +23,7 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, exit_advice, interrupts
 from unisono.launch.host import host_check, memory_allocators
-from unisono.launch.nodes import agreement, tcp_rendezvous
+from unisono.launch.nodes import agreement, own_folder, tcp_rendezvous
 from unisono.launch.notebook import bar
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
@@ -91,7 +91,8 @@ def read_outcome(path: Path) -> Any:
     from unisono.observe import events
     from unisono.training.loop import Result
 
-    lines = events.read_events(path / "events.jsonl")
+    file = path / "events.jsonl"
+    lines = events.read_events(file) if file.exists() else []  # on node 0 alone, if nodes have their own folders
     steps = events.step_events(lines)
     last: Mapping[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
     stopped = next((event["stopped"] for event in lines if "stopped" in event and event["step"] == last["step"]), "")
@@ -132,6 +133,7 @@ def _launch_on_node(request: Request, task: Task, server: ForkServer | None) -> 
     """Start this node's processes once all nodes agree on the run, which node 0 resolves."""
     config, launch = request.config, request.config.launch
     assert launch.node_rank is not None and launch.rendezvous is not None
+    own_folder.check_token(config)
     with ExitStack() as stack:
         nodes = stack.enter_context(
             tcp_rendezvous.connect_nodes(
@@ -142,24 +144,33 @@ def _launch_on_node(request: Request, task: Task, server: ForkServer | None) -> 
 
         def resolve_once() -> list[Any]:
             run = _resolve(request, task, stack)
-            return [run.plain(), agreement.write_token(run.directory)]
+            shared = None if launch.shared_folder else own_folder.describe_resume(run)
+            return [run.plain(), agreement.write_token(run.directory), shared]
 
-        values, token = _resolve_together(nodes, request, resolve_once, "node")
-        path = Path(values["directory"])
+        values, token, shared = _resolve_together(nodes, request, resolve_once, "node")
+        run = resolve.accept_resolved_run(values, config)
+        of_node_0 = run.directory
 
         def check_and_prepare() -> dict[str, Any]:
-            agreement.check_shared_directory(path, token)
+            nonlocal run
+            if launch.shared_folder:
+                agreement.check_shared_directory(of_node_0, token)
+            elif node.rank:
+                run = own_folder.take_over(run, config, shared, token, stack)
+            else:
+                run = own_folder.keep_folder(run)
             return preflight.preflight(task, config).facts  # with this host's files and caches
 
         facts = raise_everywhere(nodes, check_and_prepare, "all nodes to prepare the data", member="node")
         provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
-        agreement.remove_token(path, node)
-        run = resolve.accept_resolved_run(values, config)
+        agreement.remove_token(of_node_0, node)
         threads = layout.threads_per_process(run.world_size // node.count)
         with nodes.watch_nodes(), exit_advice.explain_exit(run):
             local_processes.launch(
                 run.config, run.directory, threads, node=node, arguments=(run.digest,), server=server
             )
+        if not launch.shared_folder and node.rank == 0:
+            own_folder.complete_newest(run)
     return read_outcome(run.directory)
 
 

@@ -94,6 +94,7 @@ class StepSync:
         deadline: Seconds from a signal to the end of the process.
         lease: The run's lock, if this process or its launcher holds it.
         writing: Whether this run trains, so that request files apply to it.
+        watches_folder: Whether this rank looks for request files and other starts in the directory; None: rank 0 does.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class StepSync:
         deadline: float,
         lease: RunLock | None = None,
         writing: bool = True,
+        watches_folder: bool | None = None,
     ) -> None:
         self._communicator, self._directory, self._deadline, self._lease = communicator, directory, deadline, lease
         self._processes = communicator.gather(identity.own_identity(), "the numbers of all processes")
         self._last_look = self._last_lock_look = -math.inf
-        if communicator.rank == 0 and writing:
+        self._watches_folder = communicator.rank == 0 if watches_folder is None else watches_folder
+        if self._watches_folder and writing:
             self._take_requests()  # discard requests meant for an earlier start
 
     def take_over_signals(self) -> None:
@@ -128,9 +131,8 @@ class StepSync:
         """
         requests = requests or RankRequests()
         seconds = preemption.seconds_since_signal()
-        first = self._communicator.rank == 0
-        from_files = self._take_requests() if first else set()
-        takeover = self._check_takeover() if first else None
+        from_files = self._take_requests() if self._watches_folder else set()
+        takeover = self._check_takeover() if self._watches_folder else None
         since = 0 if seconds is None else int(seconds * 1000) + 1  # milliseconds
         local = [
             STOP in from_files or requests.stop, SAVE in from_files or requests.save, since, int(saving * 1000),
@@ -141,7 +143,7 @@ class StepSync:
         stop, save, since, cost, taken_over, evaluate, has_reasons, has_error = numbers
         if taken_over:
             owners = self._communicator.gather(takeover, "the new owner of the run")
-            raise RunError(owners[0] or "the run was taken over")
+            raise RunError(next(filter(None, owners), "the run was taken over"))
         if has_error:
 
             def fail() -> None:
@@ -169,7 +171,7 @@ class StepSync:
         Raises:
             RunError: On every rank, if it has.
         """
-        check = self._lease.check_held if self._lease is not None and self._communicator.rank == 0 else None
+        check = self._lease.check_held if self._lease is not None and self._watches_folder else None
         raise_everywhere(self._communicator, check, "whether the run has been taken over")
 
     def check_lease(self) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.callback import Callback, RunInfo
-from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.remote.upload import Uploads
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger
@@ -127,7 +126,11 @@ class Training:
         self._total = self._parts.plan.steps
         self._last_step = min(self._total, run.config.run.stop_after or self._total)
         self._sync = StepSync(
-            communicator, run.directory, run.config.launch.preempt_deadline, run_lock.inherited_lock(run.directory)
+            communicator,
+            run.directory,
+            run.config.launch.preempt_deadline,
+            run_lock.inherited_lock(run.directory),
+            watches_folder=process.rank == run.ranks_of_folder(process.rank)[0],
         )
 
     def __enter__(self) -> Training:
@@ -211,7 +214,8 @@ class Training:
         self._finish(decision)
         if self.first >= total:
             self.say(f"nothing to do: all {total} steps are already done")
-            self._evaluation.values = events.last_evaluation(events.read_events(self._run.directory / "events.jsonl"))
+            path = self._run.directory / "events.jsonl"  # on node 0 alone, if nodes have their own folders
+            self._evaluation.values = events.last_evaluation(events.read_events(path) if path.exists() else [])
 
     @property
     def evaluated(self) -> dict[str, float]:
@@ -261,7 +265,7 @@ class Training:
     def _on_saved(self, path: Path) -> None:
         """Hand a finished checkpoint over to be uploaded, and to the user's callbacks."""
         self._uploads.enqueue(path)
-        self._callbacks.on_save(parse_step(path.name), path)
+        self._callbacks.on_save(self._saving.saver.saved, path)
 
     def _wait_for_uploads(self, decision: Decision) -> bool:
         """Wait for the last upload, all ranks together; returns whether a preemption cut the wait short.

@@ -10,6 +10,7 @@ from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
 from unisono.checkpoint.remote.description import ASSETS
+from unisono.checkpoint.remote.node_parts import StoredParts
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
@@ -60,6 +61,7 @@ class Saving:
         self.saver = Saver(
             run.directory / "checkpoints", communicator, self._settings, first=resumption.step, finished=finished,
             say=say, allowed=sync.check_lease, deadline=run.config.launch.deadlines.save,
+            parts=StoredParts.of_run(run, communicator.rank),
         )  # fmt: skip
 
     def check_disk_space(self, parameters: int) -> None:

@@ -10,6 +10,7 @@ runs/<name>/checkpoints/
     rank-00000.safetensors …   pieces of arrays
     manifest.json              see `unisono.checkpoint.core.manifest`
   damaged-step-00001000/       was unreadable when the run reached this step again
+  .fetching-step-00001000/     is being downloaded from a store, or is what one node has of a checkpoint there
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,7 +35,7 @@ from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communication.communicator import Communicator, Json, SingleProcess
 from unisono.runtime.communication.consensus import raise_everywhere
-from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError
+from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError, UploadError
 from unisono.runtime.files import fsync_path, remove_folder
 from unisono.runtime.text import format_bytes
 
@@ -50,6 +52,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+PARTIAL = ".fetching-"
 _TEMPORARY = ".writing-"
 # Errors of a file system that is temporarily unreachable or over quota. A full disk is not among them, since space is
 # checked before the first step.
@@ -82,6 +85,26 @@ class Snapshot:
     holds: str = "everything"
 
 
+class NodeParts(Protocol):
+    """Commits checkpoints in a store, because each node has a folder of its own; see `unisono.checkpoint.remote`.
+
+    Attributes:
+        ranks: those of this node.
+    """
+
+    @property
+    def ranks(self) -> range: ...
+
+    def send(self, path: Path, name: str, files: Mapping[str, Any]) -> None:
+        """Upload this node's files of a checkpoint, from a folder."""
+
+    def commit(self, path: Path, name: str, files: Mapping[str, Any], metric: Mapping[str, float] | None) -> None:
+        """Upload a checkpoint's manifest, once all nodes have sent their files, which are given."""
+
+    def keep(self, path: Path, name: str, manifest: bytes) -> Path:
+        """Keep the files in a folder as this node's part of a finished checkpoint; returns their folder now."""
+
+
 def save_checkpoint(
     folder: Path,
     snapshot: Snapshot,
@@ -89,6 +112,7 @@ def save_checkpoint(
     keep: int | Retention,
     *,
     allowed: Callable[[], None] | None = None,
+    parts: NodeParts | None = None,
 ) -> Path:
     """Write one checkpoint; collective. Returns its folder.
 
@@ -99,12 +123,15 @@ def save_checkpoint(
         keep: how many of the newest checkpoints to keep, or a `Retention`.
         allowed: called on rank 0 before anything is written and just before the rename; raises if the run belongs to
             another start by now.
+        parts: commits it in a store; None if all ranks see the same folder.
 
     Raises:
         SaveError: on every rank if one of them could not write; older checkpoints stay as they were.
         NonFiniteError: on every rank if one of them has a parameter or a moment that is not finite.
     """
     step, shards = snapshot.step, snapshot.shards
+    ranks = range(group.size) if parts is None else parts.ranks  # that see this folder
+    leads = group.rank == ranks[0]
     final = folder / folder_name(step)
     # A unique name, so that a stale process that wakes up after a takeover cannot write into the new owner's folder.
     temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
@@ -117,9 +144,9 @@ def save_checkpoint(
         )
 
     def begin() -> Json:
-        if group.rank == 0:
-            if allowed is not None:
-                allowed()
+        if group.rank == 0 and allowed is not None:
+            allowed()
+        if leads:
             if not folder.is_dir():
                 folder.mkdir()  # not the run's: if that is gone, so is what this checkpoint belongs to
                 fsync_path(folder.parent)
@@ -130,7 +157,7 @@ def save_checkpoint(
 
     try:
         begun = _run_on_all_ranks(group, "create a folder for the checkpoint", begin)
-        total, temporary = sum(size for size, _ in begun), folder / begun[0][1]
+        total, temporary = sum(begun[rank][0] for rank in ranks), folder / begun[ranks[0]][1]
 
         def pieces() -> Json:
             with _explain_full_disk(folder, total):
@@ -144,9 +171,17 @@ def save_checkpoint(
 
         written = _run_on_all_ranks(group, "write its part of the checkpoint", pieces)
 
-        def finish() -> None:
+        def send() -> None:
+            assert parts is not None
+            if leads:
+                parts.send(temporary, final.name, manifest.merge_manifests([written[rank] for rank in ranks])["files"])
+
+        if parts is not None:
+            _run_on_all_ranks(group, "upload its part of the checkpoint", send)
+
+        def finish() -> Json:
             if group.rank != 0:
-                return
+                return None
             content = {
                 "format": manifest.FORMAT, "step": step, "parent": snapshot.parent or _previous_name(folder, step),
                 "holds": snapshot.holds,
@@ -154,11 +189,15 @@ def save_checkpoint(
                 "assets": assets.digests(folder.parent), "state": snapshot.state,
                 **manifest.merge_manifests(written),
             }  # fmt: skip
+            encoded = manifest.encode(content)
             with _explain_full_disk(folder, total):
-                _write_file(temporary / manifest.NAME, manifest.encode(content))
+                _write_file(temporary / manifest.NAME, encoded)
                 fsync_path(temporary)
             if allowed is not None:
                 allowed()
+            if parts is not None:
+                parts.commit(temporary, final.name, content["files"], snapshot.metric)
+                return encoded.decode()
             if final.exists():
                 final.rename(free_damaged_path(final))
             temporary.rename(final)
@@ -167,14 +206,22 @@ def save_checkpoint(
             except OSError:  # the rename may not survive a power failure
                 final.rename(temporary)
                 raise
+            return None
 
-        _run_on_all_ranks(group, "finish the checkpoint", finish)
+        finished = _run_on_all_ranks(group, "finish the checkpoint", finish)
+        if parts is not None:  # the manifest is all of it that the other nodes do not have
+
+            def keep_part() -> Json:
+                assert parts is not None
+                return str(parts.keep(temporary, final.name, finished[0].encode())) if leads else None
+
+            final = Path(_run_on_all_ranks(group, "keep its part of the checkpoint", keep_part)[ranks[0]])
     except SaveError:
-        if group.rank == 0:  # all ranks know of the failure, so none is still writing
+        if leads:  # all ranks know of the failure, so none is still writing
             with suppress(OSError):
                 shutil.rmtree(temporary)
         raise
-    if group.rank == 0:
+    if leads:
         _remove_older(folder, step, retention)
     return final
 
@@ -183,6 +230,12 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if parse_step(path.name) >= 0 and (path / manifest.NAME).is_file()]
     return sorted(found, key=lambda path: parse_step(path.name))
+
+
+def find_newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint in a folder, or of which it has a part; None if there is none."""
+    names = [path.name for path in [*find_checkpoints(folder), *folder.glob(f"{PARTIAL}*")]]
+    return max((parse_step(name.removeprefix(PARTIAL)) for name in names), default=None)
 
 
 def open_checkpoint(path: Path, group: Communicator | None = None) -> Checkpoint:
@@ -240,6 +293,7 @@ def _run_on_all_ranks(group: Communicator, what: str, act: Callable[[], Json]) -
         fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     except Exception as error:  # of any kind: the others must not wait for this rank
         fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
+        passing = isinstance(error, UploadError)
         log.exception("a checkpoint could not be written")
     outcomes = group.gather([result, fault, passing], f"all ranks to {what}")
     faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]

@@ -256,6 +256,8 @@ def shared_inputs(config: RunConfig, own: Sequence[str] = ("run.name",)) -> dict
         own: keys that may differ between processes.
     """
     values = fingerprint.flatten(fingerprint.to_json(config))
+    if not config.launch.shared_folder:
+        own = (*own, "run.dir")
     return {
         "the configuration": {key: value for key, value in values.items() if key not in own},
         "the versions": versions(resolve_engine(config)),

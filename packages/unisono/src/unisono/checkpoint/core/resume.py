@@ -140,26 +140,28 @@ def open_newest(
         [path.name for path in commit.find_checkpoints(folder)], "the checkpoints that all ranks see"
     )
     known = [candidate.name for candidate in run.resume.candidates] if run.resume else []
+    if not run.config.launch.shared_folder:  # each node's has what it wrote and what this start has fetched
+        names = [[name for name in seen if name in known] for seen in names]
     if any(seen != names[0] for seen in names) or not set(known) <= set(names[0]):
         newest = [seen[-1] if seen else None for seen in names]
         raise CheckpointError(f"{folder}: ranks see different checkpoints, {newest}; is this a shared directory?")
     if run.resume is None:
         return Resumption()
-    strict = run.config.run.resume == "exact" or not writing
+    strict = run.config.run.resume == "exact" or not writing or not run.config.launch.shared_folder
     rejected: list[RejectedCheckpoint] = []
     for candidate in run.resume.candidates:
         if candidate.damage:
             rejected.append(RejectedCheckpoint(candidate.name, candidate.damage))
             continue
         path, again = folder / candidate.name, None
-        if writing and refetch is not None:
+        if writing and refetch is not None and run.config.launch.shared_folder:
             again = partial(_refetch, path, refetch, communicator)
         verify = partial(commit.open_checkpoint, path, communicator)
         checkpoint, why, refetched = open_or_refetch(candidate.name, verify, again)
         if checkpoint is not None:
             break
         if strict:
-            raise CheckpointError(f"{why} {EXACT_ADVICE}" if writing else why)
+            raise CheckpointError(f"{why} {EXACT_ADVICE}" if run.config.run.resume == "exact" and writing else why)
         rejected.append(RejectedCheckpoint(candidate.name, why))
     else:
         raise no_valid_checkpoint(folder, rejected)
@@ -205,13 +207,16 @@ def _check_ledger(run: ResolvedRun, checkpoint: Checkpoint, communicator: Commun
     kept, folder = checkpoint.state["ledger"], run.directory
     if kept is None:
         return []
-    gone = ledger.missing_files(folder, kept) if communicator.rank == 0 else []
-    faults: list[str] = []
+    seen = communicator.gather(ledger.missing_files(folder, kept), "the ledger's files that all ranks see")
+    gone = [name for name in kept["files"] if all(name in missing for missing in seen)]
+    mine: dict[str, str | None] = {}
+    ranks = run.ranks_of_folder(communicator.rank)
     for number, (name, until) in enumerate(sorted(kept["files"].items())):
-        if number % communicator.size == communicator.rank and (folder / ledger.FOLDER / name).is_file():
-            faults += filter(None, [ledger.find_fault(folder, name, until)])
-    everyone = communicator.gather([gone, faults], "whether the ledger is that of the checkpoint")
-    gone, faults = everyone[0][0], [fault for _, mine in everyone for fault in mine]
+        if name not in seen[communicator.rank] and ranks[number % len(ranks)] == communicator.rank:
+            mine[name] = ledger.find_fault(folder, name, until)
+    everyone = communicator.gather(mine, "whether the ledger is that of the checkpoint")
+    found = {name: [theirs[name] for theirs in everyone if name in theirs] for name in kept["files"]}
+    faults = [one[0] for one in found.values() if one and all(one)]  # a rank's file may be on another node than before
     if gone and run.config.run.resume == "exact":
         faults = [f"{name} is missing" for name in gone] + faults
     if faults:

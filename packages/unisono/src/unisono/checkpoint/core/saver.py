@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.commit import Snapshot
+from unisono.checkpoint.core.commit import NodeParts, Snapshot
 from unisono.checkpoint.core.manifest import folder_name
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.core.staging import Staging
@@ -62,6 +62,7 @@ class Saver:
         say: called on every rank with a line about a failed save, if the run continues.
         deadline: seconds after which a save that is not done on all ranks counts as failed.
         allowed: see `commit.save_checkpoint`.
+        parts: the same.
 
     Attributes:
         saved: updates made in the newest checkpoint; 0 if there is none.
@@ -80,7 +81,9 @@ class Saver:
         say: Callable[[str], None] | None = None,
         allowed: Callable[[], None] | None = None,
         deadline: float = math.inf,
+        parts: NodeParts | None = None,
     ) -> None:
+        self._parts = parts
         self._folder, self._group, self._settings, self._deadline = folder, group, settings, deadline
         self._retention = Retention.from_settings(settings)
         self._save_group = group.duplicate() if settings.background else group
@@ -124,7 +127,9 @@ class Saver:
         kept = replace(snapshot, shards=copied, parent=folder_name(self.saved) if self.saved else None)
 
         def attempt() -> Path:
-            return commit.save_checkpoint(self._folder, kept, self._save_group, self._retention, allowed=self._allowed)
+            return commit.save_checkpoint(
+                self._folder, kept, self._save_group, self._retention, allowed=self._allowed, parts=self._parts
+            )
 
         def write() -> None:
             try:

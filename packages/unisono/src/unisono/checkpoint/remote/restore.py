@@ -37,7 +37,6 @@ from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import HashedFile
 
-_TEMPORARY = ".fetching-"  # in the folder of checkpoints
 _PARALLEL_FILES = 8
 
 
@@ -69,7 +68,7 @@ def find_newest(store: ObjectStore, folder: Path, beyond: int, passed: dict[str,
 
 def _fetch_files(store: ObjectStore, begun: Checkpoint) -> None:
     """Download the files of a checkpoint found by `find_newest`, and give its folder its final name."""
-    name = begun.path.name.removeprefix(_TEMPORARY)
+    name = begun.path.name.removeprefix(commit.PARTIAL)
 
     def bring(file: str) -> None:
         written = begun.files[file]
@@ -186,7 +185,7 @@ class Restore:
             return
         brought = None
         while self.partial is not None:
-            name = self.partial.path.name.removeprefix(_TEMPORARY)
+            name = self.partial.path.name.removeprefix(commit.PARTIAL)
             try:
                 _fetch_files(self.store, self.partial)
             except ObjectError as error:
@@ -208,7 +207,7 @@ class Restore:
         assert store is not None
         here = max((parse_step(path.name) for path in commit.find_checkpoints(at)), default=-1)
         self.partial = find_newest(store, at, here, self.skipped)
-        for left in at.glob(f"{_TEMPORARY}*"):  # of an earlier attempt, at another checkpoint
+        for left in at.glob(f"{commit.PARTIAL}*"):  # of an earlier attempt, at another checkpoint
             if self.partial is None or left != self.partial.path:
                 remove_folder(left)
         listed = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
@@ -238,7 +237,7 @@ def _warn(text: str) -> None:
 
 def find_partial(folder: Path) -> list[Path]:
     """The partly downloaded checkpoint of a run's folder, if any: it has its manifest, but no final name yet."""
-    return sorted((folder / CHECKPOINTS).glob(f"{_TEMPORARY}*"))
+    return sorted((folder / CHECKPOINTS).glob(f"{commit.PARTIAL}*"))
 
 
 def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint | str | None:
@@ -246,7 +245,7 @@ def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint |
     content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
         return None
-    at = folder / f"{_TEMPORARY}{name}"
+    at = folder / f"{commit.PARTIAL}{name}"
     if at.is_symlink():
         at.unlink()
     at.mkdir(parents=True, exist_ok=True)

@@ -86,6 +86,7 @@ class Uploads:
     def __init__(self, config: RunConfig, folder: Path, writing: bool, say: SayLine, note: RecordEvent) -> None:
         self._folder, self._say, self._note = folder, say, note
         self._given: Checkpoint = config.checkpoint
+        self._is_shared = config.launch.shared_folder
         self._store = open_store(config) if writing else None
         self._process: subprocess.Popen[str] | None = None
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -101,14 +102,17 @@ class Uploads:
                     f"WARNING: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}: not uploaded, since only assets "
                     "with a data file's extension are restored"
                 )
-            self._resume_pending()
+            if self._is_shared:
+                self._resume_pending()
+            else:  # a save sends what it has written, and is not finished before; this process shows that the run lives
+                self._send_order({})
 
     def enqueue(self, path: Path) -> None:
         """Queue a finished checkpoint; returns at once, and `path` may be removed then.
 
         If a system error occurs here, the checkpoint is not uploaded, but the run continues.
         """
-        if self._store is None or self._stopped:
+        if self._store is None or self._stopped or not self._is_shared:
             return
         checkpoint = commit.read_manifest(path)
         with self._lock:
@@ -192,7 +196,7 @@ class Uploads:
         with self._lock, contextlib.suppress(OSError):
             self._ending = True
             if self._process is not None:
-                _write_line(self._process, {"end": True})
+                write_line(self._process, {"end": True})
 
     def _resume_pending(self) -> None:
         """Hand over the newest checkpoint of earlier starts, to resume interrupted uploads."""
@@ -230,28 +234,13 @@ class Uploads:
         assert self._process is not None
         if order:
             try:
-                _write_line(self._process, order)
+                write_line(self._process, order)
             except OSError as error:  # it has just exited; the next checkpoint starts another
                 self._reports.put({"failed": order["name"], "step": order["step"], "why": str(error), "again": None})
 
     def _start(self) -> None:
-        store, kept = self._store, Retention.from_settings(self._given)
-        assert store is not None
-        settings = {
-            "url": store.url,
-            "options": dict(store.where.options),
-            "deadline": store.where.deadline,
-            "folder": str(self._folder.resolve()),
-            "start": store_lock.read_local(self._folder).get("start"),
-            "retention": asdict(replace(kept, newest=self._given.upload.keep or kept.newest)),
-        }
-        (self._folder / "logs").mkdir(exist_ok=True)
-        with (self._folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "unisono.checkpoint.remote.upload_process"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
-            )  # fmt: skip
-        _write_line(process, settings)
+        assert self._store is not None
+        process = start_process(self._given, self._store, self._folder)
         threading.Thread(target=self._listen, args=(process,), name="unisono-uploads", daemon=True).start()
         self._process = process
 
@@ -303,7 +292,37 @@ class Uploads:
         )
 
 
-def _write_line(process: subprocess.Popen[str], content: dict[str, Any]) -> None:
+def start_process(given: Checkpoint, store: ObjectStore, folder: Path, *, beats: bool = True) -> subprocess.Popen[str]:
+    """Start an upload process, which then waits for orders.
+
+    Args:
+        given: settings of the run.
+        store: of the run.
+        folder: of the run.
+        beats: whether it writes the run's heartbeat in the store.
+    """
+    kept = Retention.from_settings(given)
+    settings = {
+        "url": store.url,
+        "options": dict(store.where.options),
+        "deadline": store.where.deadline,
+        "folder": str(folder.resolve()),
+        "start": store_lock.read_local(folder).get("start"),
+        "retention": asdict(replace(kept, newest=given.upload.keep or kept.newest)),
+        "beats": beats,
+    }
+    (folder / "logs").mkdir(exist_ok=True)
+    with (folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "unisono.checkpoint.remote.upload_process"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
+        )  # fmt: skip
+    write_line(process, settings)
+    return process
+
+
+def write_line(process: subprocess.Popen[str], content: dict[str, Any]) -> None:
+    """Send an order to an upload process."""
     assert process.stdin is not None
     process.stdin.write(json.dumps(content) + "\n")
     process.stdin.flush()

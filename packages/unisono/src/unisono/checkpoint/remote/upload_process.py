@@ -3,7 +3,8 @@
 It is a separate low-priority process, since a thread of rank 0 would hold the GIL while hashing and encrypting, and a
 step is as slow as its slowest rank. It ends with its parent, which closes its standard input.
 
-It reads its settings, an order for every checkpoint (sent by `unisono.checkpoint.remote.upload`), and `{"end": true}`.
+It reads its settings, an order for every checkpoint (sent by `unisono.checkpoint.remote.upload`), or for a node's part
+of one (`unisono.checkpoint.remote.node_parts`), and `{"end": true}`.
 It reports `uploaded`, `failed` (to be retried), `left` (a newer one is waiting, or a file of it is damaged), and
 `stopped` (the run continued elsewhere).
 
@@ -104,6 +105,22 @@ class CheckpointUploader:
         if store.get(f"{at}/{MANIFEST}") != manifest:
             raise DataError(f"{store.url_of(at)}/{MANIFEST} was not stored as it was sent")
         self._retain(name, metric)
+
+    def send(self, path: Path, name: str, files: dict[str, Any]) -> None:
+        """Upload files of a checkpoint without its manifest; see `commit`."""
+        for file, written in files.items():
+            self._upload_file(f"{CHECKPOINTS}/{name}/{file}", path / file, written["size"], written["sha256"])
+
+    def check_sent(self, name: str, files: dict[str, Any]) -> None:
+        """Check that files of a checkpoint, which nodes have sent and read back, are where this process sees them.
+
+        Raises:
+            DataError: naming one that is not.
+        """
+        for file, written in files.items():
+            at = f"{CHECKPOINTS}/{name}/{file}"
+            if self._store.size(at) != written["size"]:
+                raise DataError(f"{self._store.url_of(at)} {self._store.describe_fault(at, written['size'])}")
 
     def _describe(self) -> None:
         """Upload the run's description, as far as it has changed."""
@@ -236,9 +253,13 @@ class UploadWorker:
         began, before = time.monotonic(), self._upload.sent
         while True:
             try:
-                with contextlib.suppress(DataError):  # listing parts may be forbidden even if uploading is allowed
-                    self._store.abort_parts()
-                self._upload.commit(Path(order["path"]), name, order["files"], order["metric"])
+                if order.get("part"):  # other nodes send theirs at the same time
+                    self._upload.send(Path(order["path"]), name, order["files"])
+                else:
+                    with contextlib.suppress(DataError):  # listing parts may be forbidden even if uploading is allowed
+                        self._store.abort_parts()
+                    self._upload.check_sent(name, order.get("sent", {}))
+                    self._upload.commit(Path(order["path"]), name, order.get("files", {}), order["metric"])
             except DamagedError as error:
                 self._report({"failed": name, "step": step, "why": str(error), "again": None})
                 self._drop(order)
@@ -316,12 +337,14 @@ def main() -> None:
                 return
 
     beats = threading.Thread(target=beat, daemon=True)
-    beats.start()
+    if settings["beats"]:
+        beats.start()
     worker.run()
     ended.set()
-    beats.join(where.deadline)
+    if settings["beats"]:
+        beats.join(where.deadline)
     with contextlib.suppress(Exception):
-        if store_lock.find_new_owner(store, start) is None:
+        if settings["beats"] and store_lock.find_new_owner(store, start) is None:
             store_lock.write_heartbeat(store, start, None)
     send({"ended": True})
     os._exit(0)  # do not wait for threads of unanswered requests

@@ -188,6 +188,11 @@ class Launch(Settings):
     )
     node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
     rendezvous: str | None = Field(None, description="host:port where the nodes meet: node 0 and a free port on it")
+    shared_folder: bool = Field(
+        True,
+        description="whether run.dir is one folder that all nodes share; false: each node has its own, and checkpoints "
+        "are in checkpoint.upload.url",
+    )
     desync: Annotated[bool, Only("torch", "a step is one program, with the same collectives in every process")] = Field(
         True, description="compare before each update which collectives the processes have made, and from which lines"
     )
@@ -214,6 +219,8 @@ class Launch(Settings):
                 raise ValueError(
                     f"launch.{name}={value} is for several nodes, but launch.nodes=1; set launch.nodes, or leave it out"
                 )
+        if self.nodes == 1 and not self.shared_folder:
+            raise ValueError("launch.shared_folder=false is for several nodes, but launch.nodes=1; leave it out")
         return self
 
     @model_validator(mode="after")

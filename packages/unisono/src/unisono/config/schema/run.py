@@ -371,6 +371,16 @@ class RunConfig(Settings):
                 f"layout.world_size={world} is the number of processes on all nodes, and launch.nodes={nodes} does not "
                 f"divide it; use {f'{few} or ' if few else ''}{many}"
             )
+        if not self.launch.shared_folder and self.checkpoint.upload.url is None:
+            raise ValueError(
+                "launch.shared_folder=false needs checkpoint.upload.url, a store that all nodes reach, e.g. "
+                "s3://bucket/runs: no node has a whole checkpoint in its own folder"
+            )
+        if not self.launch.shared_folder and self.checkpoint.final == "hf":
+            raise ValueError(
+                "checkpoint.final=hf writes one folder together, but launch.shared_folder=false; leave it out, and use "
+                "`unisono export` on node 0 afterwards"
+            )
         return self
 
     @model_validator(mode="after")

@@ -128,7 +128,8 @@ def check_shared_directory(path: Path, token: str) -> None:
             there = "is a different folder on this node" if path.exists() else "does not exist on this node"
             raise RunError(
                 f"{path}, which node 0 created for this run, {there}: run.dir must be on a file system that all "
-                "nodes share, under the same path"
+                "nodes share, under the same path. If there is none, set launch.shared_folder=false and "
+                "checkpoint.upload.url"
             )
         time.sleep(0.2)
     try:

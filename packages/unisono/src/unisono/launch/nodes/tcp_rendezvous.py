@@ -303,7 +303,8 @@ def _join_node_0(
         if token is None:
             unseen[:] = [
                 f"it asks for the token that node 0 wrote into {secret.parent} for this user only, but this node sees "
-                "none there. run.dir must be on a file system that all nodes share, under the same path"
+                "none there. run.dir must be on a file system that all nodes share, under the same path; or set "
+                f"launch.shared_folder=false, checkpoint.upload.url and {TOKEN}"
             ]
             raise GreetingError(*unseen)
         try:

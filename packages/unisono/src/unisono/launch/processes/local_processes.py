@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.manifest import parse_step
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
 from unisono.launch.host import memory_allocators
@@ -270,6 +269,6 @@ def _import_path(reference: str) -> str:
 
 def _preempted_error(folder: Path) -> Preempted:
     """Return the error of a run whose processes were ended before they could react."""
-    newest = [parse_step(path.name) for path in commit.find_checkpoints(folder / "checkpoints")[-1:]]
-    newest_text = f"the newest checkpoint is from step {newest[0]}" if newest else "there is no checkpoint yet"
+    newest = commit.find_newest_step(folder / "checkpoints")
+    newest_text = f"the newest checkpoint is from step {newest}" if newest is not None else "there is no checkpoint yet"
     return Preempted(f"preempted before the processes could save; {newest_text}")
