@@ -1,11 +1,13 @@
-"""Two nodes with disks of their own and an object store: a job that loses its disks ends as the unbroken one.
+"""Two nodes with disks of their own and an object store: a job that loses a node ends as the unbroken one.
 
 The nodes are network namespaces, each with a mount of its own at the same path; the store is a process that speaks S3.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from packages.unisono.tests.checkpoint import saved
 from packages.unisono.tests.launch import jobs
 from tests.launch import namespaces, test_nodes
 from tests.launch.namespaces import Host
@@ -97,6 +100,31 @@ def test_each_disk_has_its_part_and_node_0_the_last_checkpoint(unbroken: Path):
     assert logs == [["rank-00000.log"], ["rank-00001.log"]]
     told = jobs.unisono("evaluate", "disk-0/a", "--task", "small.py:Small", cwd=unbroken)
     assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["its disk remains", "its disk is lost"])
+def test_a_job_whose_node_is_killed_ends_as_the_unbroken_one(
+    pair: Sequence[Host], unbroken: Path, here: Path, lost: bool
+):
+    store = f"checkpoint.upload.url=s3://runs/{'lost' if lost else 'kept'}"
+    marks = here / "marks"
+    with job(pair, here, store, f"task.marks={marks}") as processes:
+        rank = jobs.training(marks, 2)[1]
+        parts = [here / f"disk-{node}" / "a" / "checkpoints" for node in range(2)]
+        jobs.wait_for(lambda: all(list(path.glob(".fetching-step-*")) for path in parts), 120)
+        for process in (processes[1].pid, rank):
+            os.kill(process, signal.SIGKILL)
+        done = jobs.ends(processes, 60)
+    assert done[1].returncode == -9 and done[0].returncode not in (0, -9), done
+    assert "The newest checkpoint is from step " in done[0].stderr, done[0].stderr
+    if lost:
+        shutil.rmtree(here / "disk-1")
+    done = finish(pair, here, store, "run.resume=must", f"task.marks={marks}")
+    assert [one.returncode for one in done] == [0, 0], done
+    assert computed(here) == computed(unbroken)
+    of_both = [saved.load(folder / "disk-0/a/checkpoints/step-00000012") for folder in (here, unbroken)]
+    assert of_both[0].keys() == of_both[1].keys()
+    assert all(bool((value == of_both[1][name]).all()) for name, value in of_both[0].items())
 
 
 def test_a_job_moves_to_new_machines_with_its_store_alone(pair: Sequence[Host], unbroken: Path, here: Path):
