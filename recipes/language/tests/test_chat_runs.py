@@ -28,6 +28,7 @@ from recipes.language.tests.corpora import TEXTS, write_jsonl
 from recipes.language.tests.kernels import distance
 from recipes.language.tests.test_packed import gradients
 from unisono.cli import main
+from unisono.observe.events import read_events
 from unisono.runtime.errors import RunError
 from unisono_language.generate import generate
 
@@ -64,9 +65,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(base: Path) -> Path:
-    """A run that learned conversations by heart, packed."""
+    """A run that learned conversations by heart, packed, and has answered two of them at its end."""
     data = write_rows(base / "talk" / "a.jsonl", TALK)
-    result = unisono.train("language", words(base, data, **{"run.name": "full", "data.packing": {"length": 128}}))
+    held = write_rows(base / "held" / "a.jsonl", TALK)
+    more = {
+        "run.name": "full", "data.packing": {"length": 128}, "task.prompts": list(ANSWERS)[:2],
+        "task.prompt_tokens": 24, "data.held_out_sources": {"again": {"path": str(held)}},
+    }  # fmt: skip
+    result = unisono.train("language", words(base, data, **more))
     assert result.loss < 0.1
     return Path(result.folder)
 
@@ -125,6 +131,13 @@ def test_a_run_of_conversations_answers_by_its_template_and_stops(run: Path) -> 
     plain = generate(opened, "who sleeps?", chat=False, tokens=8)
     assert isinstance(plain, str)
     assert plain.startswith("who sleeps?") and ANSWERS["who sleeps?"] not in plain.removeprefix("who sleeps?")[:5]
+
+
+def test_prompts_in_training_are_answered_up_to_the_templates_end_as_generate_does(run: Path) -> None:
+    """The claim: a turn ends at the template's token, which need not be the last of a document."""
+    [shown] = [event for event in read_events(run / "events.jsonl") if event.get("sample") == "samples"]
+    found = [dict(zip(shown["columns"], row, strict=True)) for row in shown["rows"]]
+    assert found == [{"prompt": prompt, "text": ANSWERS[prompt]} for prompt in list(ANSWERS)[:2]]
 
 
 def test_a_file_of_conversations_is_answered_line_by_line(

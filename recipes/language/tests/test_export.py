@@ -378,3 +378,20 @@ def test_a_task_without_a_configuration_cannot_end_with_an_export(tmp_path: Path
             "train.steps": 1, "train.global_batch": 4, "checkpoint.final": "hf",
             "run.dir": str(tmp_path), "run.name": "a", "layout.world_size": 1, "observe.progress": False,
         })  # fmt: skip
+
+
+def test_arrays_that_fit_no_configuration_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """The claim: what the export at the end would refuse, e.g. for a model within another, is refused at the start."""
+    saves = """
+    def save_assets(self, directory):
+        import transformers
+
+        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8).save_pretrained(directory)
+"""
+    (tmp_path / "wrapped.py").write_text(PLAIN.replace("class Plain", "class Wrapped") + saves)
+    with pytest.raises(ConfigError, match=r"checkpoint.final=hf: the run's arrays do not match GPT2LMHeadModel"):
+        unisono.train(f"{tmp_path / 'wrapped.py'}:Wrapped", {
+            "train.steps": 1, "train.global_batch": 4, "checkpoint.final": "hf", "checkpoint.every": 1,
+            "run.dir": str(tmp_path), "run.name": "a", "layout.world_size": 1, "observe.progress": False,
+        })  # fmt: skip
+    assert not (tmp_path / "a" / "checkpoints").exists()

@@ -83,7 +83,7 @@ def generate(
     import torch
 
     model: Any = run.load_model(ema=ema, device=device)
-    ends = _end_tokens(run, tokenizer, template)
+    ends = end_tokens(_model_folder(run), tokenizer, template)
     writer = _Writer(model, tokenizer, ends, stops, tokens, _sampling(temperature, top_k, top_p))
     torch.manual_seed(seed)
     if stream:
@@ -140,12 +140,7 @@ class _Writer:
                 inputs, attention_mask=real, max_new_tokens=self.tokens, eos_token_id=self.ends or None,
                 pad_token_id=pad, use_cache=True, stopping_criteria=stopping, streamer=streamer, **self.sampling,
             )  # fmt: skip
-        return [self._finish(ids) for ids in written[:, longest:].tolist()]
-
-    def _finish(self, ids: list[int]) -> list[int]:
-        """What stands before the first token that ends a text."""
-        place = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
-        return ids[:place]
+        return [cut_at_end(ids, self.ends) for ids in written[:, longest:].tolist()]
 
     def _stopping(self, begin: int) -> Any:
         """Whether the rows of a batch have written one of the texts at which to stop."""
@@ -253,6 +248,12 @@ def _find_template(run: Run) -> ChatTemplate | None:
     return trained_on if trained_on is not None and trained_on.source else None
 
 
+def _model_folder(run: Run) -> Path:
+    """Where the files of a run's model are, or of a model without a run."""
+    folder: Path = getattr(run.task.model_config, "path", run.folder)  # type: ignore[attr-defined]
+    return run.folder / "assets" if run.is_trained else folder
+
+
 def encode_prompt(
     prompt: Any,
     tokenizer: Tokenizer,
@@ -275,13 +276,23 @@ def encode_prompt(
     return ids
 
 
-def _end_tokens(run: Run, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
-    """Tokens after which a document or an answer is finished; an answer also by what its model's files say."""
+def cut_at_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """What stands before the first token that ends a text."""
+    place = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:place]
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+    """Tokens after which a document or an answer is finished; an answer also by what its model's files say.
+
+    Args:
+        folder: with the files of the model, or the assets of a run.
+        tokenizer: of its tokens.
+        template: of conversations; None where texts are continued.
+    """
     ends = [tokenizer.last]
     if template is not None:
         ends.append(template.find_end(tokenizer))
-        model: Any = run.task.model_config
-        folder = run.folder / "assets" if run.is_trained else getattr(model, "path", run.folder)
         if (folder / _GENERATION).is_file():
             named = safe_paths.read_json(folder, _GENERATION, _GenerationConfig).get("eos_token_id")
             ends += named if isinstance(named, list) else [named]

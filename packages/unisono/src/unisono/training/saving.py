@@ -108,10 +108,10 @@ class Saving:
                 self.saver.finish()
 
     def check_export(self) -> None:
-        """Refuse `checkpoint.final=hf` for a task that has saved no configuration of a transformers model."""
+        """Refuse `checkpoint.final=hf` for a task that has saved no configuration of its model; collective."""
         if self._settings.final != "hf":
             return
-        from unisono.checkpoint.exchange import hf_config  # imports torch, which a JAX run does not need
+        from unisono.checkpoint.exchange import collective_export, hf_config  # import torch, which JAX does not need
 
         if not (self._run.directory / ASSETS / hf_config.CONFIG).is_file():
             raise ConfigError(
@@ -119,6 +119,12 @@ class Saving:
                 "could not be exported; use checkpoint.final=resumable"
             )
         require_extra("transformers", "export", "checkpoint.final=hf")
+        try:
+            collective_export.check_together(self._run.directory, self._parts.engine.state(), self._communicator)
+        except UnisonoError as error:
+            raise ConfigError(
+                f"checkpoint.final=hf: {error}. With checkpoint.final=resumable, a run ends without an export"
+            ) from error
 
     def export(self, seconds_left: float, is_leaving: bool) -> str | None:
         """Export the newest checkpoint if the settings ask for it, all ranks together; returns what to say of it.

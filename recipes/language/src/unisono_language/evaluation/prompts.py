@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unisono import Batch, Callback, RunInfo
 from unisono_language.data.chat import IGNORED, ChatTemplate
 from unisono_language.data.tokenizer import Tokenizer
-from unisono_language.generate import encode_prompt
+from unisono_language.generate import cut_at_end, encode_prompt, end_tokens
 from unisono_language.settings import LanguageConfig
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class PromptSamples(Callback):
             np.array(encode_prompt(prompt, tokenizer, template, None, texts), dtype=np.int64)
             for prompt in self._task.config.prompts
         ]
+        self._ends = end_tokens(run.directory / "assets", tokenizer, template)
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Publish a table with what the model writes after each prompt."""
@@ -63,8 +64,7 @@ class PromptSamples(Callback):
         tokenizer = self._task.tokenizer
         table = []
         for prompt, own in zip(self._task.config.prompts, written, strict=True):
-            end = own.index(tokenizer.last) if tokenizer.last in own else len(own)
-            table.append({"prompt": prompt, "text": tokenizer.decode(own[:end])})
+            table.append({"prompt": prompt, "text": tokenizer.decode(cut_at_end(own, self._ends))})
         self._run.publish(step, NAME, table)
 
 

@@ -5,13 +5,17 @@ There are at least as many files as processes, if there are as many tensors, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange import export
 from unisono.config.schema.verbs import Export
+from unisono.engines import host_arrays
+from unisono.engines.state import ArrayShard
 from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import RunError
@@ -73,6 +77,24 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
 
         share_first(communicator, end, "the end of the export")  # it waits for the disk, of all files
     return f"exported: {out} ({len(plan.files)} files, {format_bytes(total)})"
+
+
+def check_together(folder: Path, shards: Sequence[ArrayShard], communicator: Communicator) -> None:
+    """Refuse a run whose arrays could not be exported at its end; collective.
+
+    Args:
+        folder: of the run.
+        shards: of this process.
+        communicator: of all processes.
+
+    Raises:
+        UnisonoError: on every rank, as `export.export` raises it.
+    """
+    own = {one.name: {"shape": list(one.shape), "dtype": host_arrays.dtype_name(one.data)} for one in shards}
+    arrays: dict[str, Any] = {}
+    for part in communicator.gather(own, "the arrays of the export"):
+        arrays |= part
+    share_first(communicator, lambda: export.choose_format(arrays, folder, Export()).description, "the export")
 
 
 def _write(plan: export.Plan, temporary: Path, names: set[str], out: Path) -> None:

@@ -167,18 +167,30 @@ def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan
     """The plan of a checkpoint, from its manifest alone."""
     from unisono.engines.torch.state import saved_tensors
 
-    arrays = _select_entries(checkpoint.arrays, words.ema, folder)
-    arrays = {name: TensorEntry(e.name, _target_dtype(e.dtype, words), e.shape) for name, e in arrays.items()}
-    adapter = read_adapter_settings(folder)
-    if words.to == "safetensors":
-        form = export_formats.safetensors_format(arrays)
-    elif adapter is not None:
-        base = (safe_yaml.read_yaml(folder / CONFIG_FILE).get("model") or {}).get("path")
-        form = export_formats.peft_format(arrays, folder / ASSETS, adapter, base)
-    else:
-        form = export_formats.transformers_format(arrays, folder / ASSETS)
-    reader = checkpoint.reader()
+    form, reader = choose_format(checkpoint.arrays, folder, words), checkpoint.reader()
     return Plan(form, _plan_files(form, words), reader.shapes, partial(saved_tensors.read_tensor, reader))
+
+
+def choose_format(saved: Mapping[str, Any], folder: Path, words: Export) -> ExportFormat:
+    """What a run's arrays become.
+
+    Args:
+        saved: by name, each with `shape` and `dtype`, as in a manifest.
+        folder: of the run.
+        words: of the command.
+
+    Raises:
+        UnisonoError: where the arrays are not those of the format.
+    """
+    arrays = _select_entries(saved, words.ema, folder)
+    arrays = {name: TensorEntry(e.name, _target_dtype(e.dtype, words), e.shape) for name, e in arrays.items()}
+    if words.to == "safetensors":
+        return export_formats.safetensors_format(arrays)
+    adapter = read_adapter_settings(folder)
+    if adapter is None:
+        return export_formats.transformers_format(arrays, folder / ASSETS)
+    base = (safe_yaml.read_yaml(folder / CONFIG_FILE).get("model") or {}).get("path")
+    return export_formats.peft_format(arrays, folder / ASSETS, adapter, base)
 
 
 def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
