@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from packages.unisono.tests.runs import configuration, trace
 from recipes.language.tests.corpora import ARCHITECTURES, GROUPED, model, store_in, task
 from unisono.config.schema.run import RunConfig
+from unisono.engines.observers import StepResult
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
@@ -349,7 +350,34 @@ def test_the_work_of_a_batch_leaves_padding_out(data: Corpus) -> None:
     rows = [np.arange(5), np.arange(17), np.arange(2)]
     work = language.work(language.collate(rows))
     constant, per_length = models.flops_per_token(models.build_untrained(model("llama, tied"), 300))
-    assert work == {"tokens": 21.0, "flops": 21 * constant + per_length * (16 + 256 + 1)}
+    assert work == {
+        "tokens": 21.0, "flops": 21 * constant + per_length * (16 + 256 + 1), "weight_flops": 21 * constant / 3,
+    }  # fmt: skip
+
+
+def test_with_adapters_frozen_weights_count_no_gradients() -> None:
+    """What torch counts under LoRA: 4 per weight and token, not 6, and adapters beside, which are left out.
+
+    The first layer's input needs no gradient, so three of its matrices cost 2 less than is counted.
+    """
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    rows, length, vocabulary, rank = 2, 192, 1024, 2
+    plain = models.build_untrained(recipe("llama_tiny").model, vocabulary)
+    constant, per_length = models.flops_per_token(plain)
+    tokens = rows * length
+    ours = StepResult(0.0, {}, {}, {
+        "flops": tokens * (constant + per_length * length), "weight_flops": tokens * constant / 3,
+    })  # fmt: skip
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0))
+    trained = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
+    first = plain.model.layers[0].self_attn
+    unneeded = sum(getattr(first, name).weight.numel() for name in ("q_proj", "k_proj", "v_proj"))
+    ids = torch.randint(vocabulary, (rows, length))
+    with FlopCounterMode(display=False) as counter:
+        adapted(input_ids=ids, labels=ids).loss.backward()
+    counted = counter.get_total_flops() - tokens * (6 * trained - 2 * unneeded)
+    assert ours.flops(adapters=True) == pytest.approx(counted, rel=0.01)
+    assert ours.flops(adapters=False) > 1.3 * ours.flops(adapters=True)
 
 
 def test_targets_that_are_padding_are_the_same_everywhere() -> None:

@@ -102,7 +102,7 @@ def test_a_row_that_lost_all_its_documents_counts_nothing(data: Corpus) -> None:
     batch = task.collate([task.pack([])])
     assert batch["inputs"].shape == (1, 4)
     assert task.counts(batch) == {"next_token": 0.0}
-    assert task.work(batch) == {"tokens": 0.0, "flops": 0.0}
+    assert task.work(batch) == {"tokens": 0.0, "flops": 0.0, "weight_flops": 0.0}
 
 
 def test_rows_that_are_not_packed_have_no_positions(data: Corpus) -> None:

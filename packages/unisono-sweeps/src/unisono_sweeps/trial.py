@@ -77,8 +77,8 @@ def try_run(config: RunConfig) -> dict[str, float]:
         loader.close()
         engine.close()
     found = {"parameters": float(facts.parameters), "seconds": seconds * whole / size}
-    if result.work.get("flops"):
-        found["flops"] = result.work["flops"] * whole / size
+    if flops := result.flops(adapters=config.adapter is not None):
+        found["flops"] = flops * whole / size
     return found
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Benchmark,
         Benchmarked,
         CrossSample,
+        Environments,
         Exportable,
         Illustrated,
         Packable,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         Recurrent,
         Totals,
         Vectorised,
+        WeightsBenchmark,
     )
     from unisono.runtime.errors import (
         BadSamplesError,
@@ -101,6 +103,7 @@ _HOMES = {
         "Benchmark",
         "Benchmarked",
         "CrossSample",
+        "Environments",
         "Exportable",
         "Illustrated",
         "Packable",
@@ -109,6 +112,7 @@ _HOMES = {
         "Recurrent",
         "Totals",
         "Vectorised",
+        "WeightsBenchmark",
     ],
     "runtime.errors": [
         "BadSamplesError",
@@ -142,14 +146,14 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
 
 __all__ = [
     "BadSamplesError", "Batch", "Benchmark", "Benchmarked", "Callback", "ConfigError", "Context", "CrossSample", "Data",
-    "DataError", "EarlyStopping", "Evaluate", "Exportable", "Generators", "GlobalBatch", "Illustrated", "Joined",
-    "KernelError", "Loss", "Mapped", "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run",
-    "RunConfig", "RunError", "RunInfo", "RunResult", "SampleColumns", "SampleContext", "SampleContexts", "Save",
-    "Scaling", "Settings", "Source", "Stop", "Subset", "Task", "Totals", "UnisonoError", "Vectorised", "World",
-    "__version__", "choose_kernel", "compare", "compute_array_once", "compute_once", "count_parameters", "file_hash",
-    "generator", "generators", "hold_out", "key", "linear_cross_entropy", "load_model", "load_weights",
-    "logits_cross_entropy", "moments", "open_run", "open_source", "pairwise_distances", "prepare", "prove",
-    "read_asset", "read_table", "resume", "sources", "summarise_moments", "train", "write_table",
+    "DataError", "EarlyStopping", "Environments", "Evaluate", "Exportable", "Generators", "GlobalBatch", "Illustrated",
+    "Joined", "KernelError", "Loss", "Mapped", "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent",
+    "Run", "RunConfig", "RunError", "RunInfo", "RunResult", "SampleColumns", "SampleContext", "SampleContexts", "Save",
+    "Scaling", "Settings", "Source", "Stop", "Subset", "Task", "Totals", "UnisonoError", "Vectorised",
+    "WeightsBenchmark", "World", "__version__", "choose_kernel", "compare", "compute_array_once", "compute_once",
+    "count_parameters", "file_hash", "generator", "generators", "hold_out", "key", "linear_cross_entropy", "load_model",
+    "load_weights", "logits_cross_entropy", "moments", "open_run", "open_source", "pairwise_distances", "prepare",
+    "prove", "read_asset", "read_table", "resume", "sources", "summarise_moments", "train", "write_table",
 ]  # fmt: skip
 
 

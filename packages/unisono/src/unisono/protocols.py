@@ -210,6 +210,58 @@ class Benchmarked(Protocol):
         """
 
 
+class WeightsBenchmark(Protocol):
+    """Something to measure in an evaluation by a program of its own, which loads the model from a folder.
+
+    Attributes:
+        name: of the setting that asks for it, for messages.
+        prefix: with which the names of its values begin.
+    """
+
+    name: str
+    prefix: str
+
+    def measure_folder(self, folder: Path) -> Mapping[str, float]:
+        """The values by name; called on rank 0 alone, in a thread of its own.
+
+        Args:
+            folder: with the weights as `unisono export` writes them; removed afterwards. Others may be put beside them.
+        """
+
+    def stop(self) -> None:
+        """End whatever `measure_folder` has started, at once; called on rank 0, also where nothing runs."""
+
+
+@runtime_checkable
+class Environments(Protocol):
+    """A task whose model can be evaluated in environments (`eval.environment`)."""
+
+    def environment(self, name: str, limit: int | None) -> WeightsBenchmark:
+        """The environment of this name.
+
+        Args:
+            name: of `eval.environment`.
+            limit: tasks of it; None for all.
+
+        Raises:
+            ConfigError: for a name that there is not, or where a package is missing.
+        """
+
+
+def require_environments(task: Task) -> Environments:
+    """The task as an `Environments`.
+
+    Raises:
+        ConfigError: if it does not define `environment`.
+    """
+    if isinstance(task, Environments):
+        return task
+    raise ConfigError(
+        f"eval.environment: {type(task).__name__} has no environments, since it does not define environment(); leave "
+        "it null"
+    )
+
+
 def require_benchmarks(task: Task) -> Benchmarked:
     """The task as a `Benchmarked`.
 

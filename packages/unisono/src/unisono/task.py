@@ -326,7 +326,10 @@ class Task(ABC):
         return np.stack(arrays)
 
     def work(self, batch: Batch) -> dict[str, float]:
-        """Units of work in a micro-batch. The first is the unit of throughput; `flops` (both passes) enables MFU."""
+        """Units of work in a micro-batch. The first is the unit of throughput; `flops` (both passes) enables MFU.
+
+        `weight_flops`, a part of them, are those of the gradients of weights, which adapters do without.
+        """
         return {}
 
     # model and loss ---------------------------------------------------------------------------------------------

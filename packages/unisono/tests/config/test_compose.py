@@ -202,6 +202,11 @@ def test_sweeps_removals_and_unknown_choices_are_refused_with_what_to_write(over
     assert refusal(override) == f"override '{override}'{'' if told.startswith(':') else ' '}{told}"
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw_8bit", "paged_adamw_8bit"])
+def test_an_optimizer_in_8_bits_is_refused_with_why(name: str) -> None:
+    assert "There is no AdamW in 8 bits: its scales belong to blocks of what a process" in refusal(f"optim={name}")
+
+
 @pytest.mark.parametrize("word", ["train.steps:3", "=3", "+=3", "=", "canary5f0c9d1e7a", "task.canary5f0c9d1e7a"])
 def test_a_word_that_is_no_override_is_refused_and_not_repeated_if_it_may_be_a_password(word: str):
     assert refusal(word) == "one of the words is not an override: write key=value or group=choice"

@@ -40,6 +40,7 @@ HARMLESS = keys("""
     optim.implementation=loop
     eval.every=3 eval.rows=3 eval.micro_batch=3 eval.weights=model eval.at_end=false
     eval.patience=3 eval.mode=max eval.metric=accuracy eval.harness=[a] eval.harness_limit=3
+    eval.environment=a eval.environment_limit=3
     checkpoint.every=3 checkpoint.keep=3 checkpoint.keep_every=3 checkpoint.background=false
     checkpoint.on_failure=continue checkpoint.retry_for=1 checkpoint.final=model checkpoint.at_end=false
     checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3 checkpoint.upload.deadline=30
@@ -80,6 +81,7 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "layout.reduction": ("layout.strategy=auto",),
     "layout.bucket_mb": ("layout.strategy=auto",),
     "eval.harness_limit": ("eval.harness=[a]",),
+    "eval.environment_limit": ("eval.environment=a",),
     "eval.patience": ("eval.every=2",),
     "eval.mode": ("eval.every=2", "eval.patience=2"),
     "eval.metric": ("eval.every=2", "eval.patience=2"),

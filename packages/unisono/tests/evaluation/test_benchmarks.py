@@ -88,7 +88,7 @@ def test_a_benchmark_that_asks_nothing_is_given_up_at_its_deadline() -> None:
             return {}
 
     released = threading.Event()
-    with pytest.raises(DeadlineError, match=r"eval\.squares has asked the model nothing for 0\.2 s"):
+    with pytest.raises(DeadlineError, match=r"eval\.squares has asked the model nothing for 0\.2 s, nor ended"):
         run_benchmark(Silent(1), SingleProcess(), square, batch=2, deadline=0.2)
     released.set()
 

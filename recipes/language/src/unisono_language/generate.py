@@ -250,7 +250,7 @@ def _find_template(run: Run) -> ChatTemplate | None:
 
 def _model_folder(run: Run) -> Path:
     """Where the files of a run's model are, or of a model without a run."""
-    folder: Path = getattr(run.task.model_config, "path", run.folder)  # type: ignore[attr-defined]
+    folder: Path = getattr(run.task.model_config, "path", run.folder)
     return run.folder / "assets" if run.is_trained else folder
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from unisono_language.data.packed import PackedRow
     from unisono_language.data.tokens import TokenisePreparation
+    from unisono_language.evaluation.environment import Environment
     from unisono_language.evaluation.harness import Harness
     from unisono_language.kernels import Kernels
 
@@ -49,6 +50,7 @@ class Language(Task):
     model_config: settings.FromConfig | settings.Pretrained
     data_config: settings.Documents | settings.Chat | settings.PreparedDocuments
     _assets: Path | None = None  # of the run that is used
+    _played: list[dict[str, Any]] | None = None  # answers in the environment, of the newest evaluation
 
     # data -------------------------------------------------------------------------------------------------------
 
@@ -129,12 +131,18 @@ class Language(Task):
         return {"next_token": float((batch["targets"] != IGNORED).sum()), **routed}
 
     def work(self, batch: Batch) -> dict[str, float]:
-        """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
+        """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work.
+
+        A third of what a weight is multiplied with is its own gradient.
+        """
         real = _real_tokens(batch)
         positions = batch.get("positions", np.arange(real.shape[-1]))
         constant, per_length = self._flops
         squares = (real * (2 * positions + 1)).sum()  # 1 + 3 + 5 + … is the square of a document's length
-        return {"tokens": float(real.sum()), "flops": float(constant * real.sum() + per_length * squares)}
+        products = float(constant * real.sum())
+        return {
+            "tokens": float(real.sum()), "flops": products + float(per_length * squares), "weight_flops": products / 3,
+        }  # fmt: skip
 
     # model and loss ---------------------------------------------------------------------------------------------
 
@@ -295,6 +303,18 @@ class Language(Task):
         found = Harness(self.tokenizer, self.config.sequence, names, limit)
         found.check()
         return found
+
+    def environment(self, name: str, limit: int | None) -> Environment:
+        """A taskset of verifiers; it asks in conversations."""
+        from unisono_language.evaluation.environment import open_environment
+
+        given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
+        self._played = []
+        return open_environment(name, limit, self.chat, given, self._played)
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> dict[str, Any] | None:
+        """What the model has answered in the environment."""
+        return {"environment": list(self._played)} if self._played else None
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""

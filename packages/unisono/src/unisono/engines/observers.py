@@ -24,6 +24,9 @@ ArrayGroup = Literal["parameters", "gradients", "optimizer state", "buffers", "E
 _NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
+WEIGHT_FLOPS = "weight_flops"  # of `Task.work`
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one update or evaluation over the whole global batch, equal on every rank.
@@ -54,6 +57,17 @@ class StepResult:
         """Values to report: the loss, its terms if there are several, and the metrics."""
         terms = {f"loss/{name}": value for name, value in self.terms.items() if len(self.terms) > 1}
         return {"loss": self.loss, **terms, **self.metrics}
+
+    def flops(self, *, adapters: bool) -> float:
+        """FLOPs of both passes as the task counts them; 0 where it does not, or not what frozen weights need.
+
+        Args:
+            adapters: whether only adapters are trained, so that no other weight needs a gradient.
+        """
+        whole, of_weights = self.work.get("flops", 0.0), self.work.get(WEIGHT_FLOPS)
+        if not adapters:
+            return whole
+        return 0.0 if of_weights is None else whole - of_weights
 
     @property
     def is_finite(self) -> bool:

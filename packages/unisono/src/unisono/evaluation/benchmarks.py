@@ -13,14 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
-from unisono.protocols import Benchmark, ReadOutputs
+from unisono.protocols import Benchmark, ReadOutputs, WeightsBenchmark
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Channel, Json
-from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import DeadlineError
+from unisono.runtime.files import remove_folder
 
 _SIGN_OF_LIFE = 1.0  # seconds between two
+
+
+class EvaluationInterruptedError(Exception):
+    """A benchmark was given up because the run has to end; raised on all ranks at the same point."""
 
 
 def run_benchmark(
@@ -31,6 +37,7 @@ def run_benchmark(
     batch: int,
     deadline: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """The values of a benchmark, on every rank; collective.
 
@@ -41,8 +48,10 @@ def run_benchmark(
         batch: rows that are computed together.
         deadline: seconds without a question after which the benchmark is given up.
         progress: is given the rows of a question that are answered, and those in all.
+        leaving: whether this process has to end.
 
     Raises:
+        EvaluationInterruptedError: on every rank, if one of them has to end.
         DeadlineError: on every rank, if the benchmark asks nothing until its deadline.
         UnisonoError: of the benchmark.
     """
@@ -51,6 +60,8 @@ def run_benchmark(
         while True:
             with heartbeat.phase("evaluate", benchmark.name):
                 event = raise_everywhere(channel, leader.next_event if leader else None, benchmark.name)[0]
+            if any(channel.gather(leaving(), "whether the run has to end")):
+                raise EvaluationInterruptedError
             if "values" in event:
                 return dict(event["values"])
             rows = event.get("rows")
@@ -67,6 +78,66 @@ def run_benchmark(
     finally:
         if leader is not None:
             leader.answers.put(None)  # a benchmark that still waits ends
+
+
+def run_on_weights(
+    benchmark: WeightsBenchmark,
+    channel: Channel,
+    write: Callable[[Path], Path],
+    folder: Path,
+    *,
+    deadline: float,
+    leaving: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """The values of a benchmark that loads the model, on every rank; collective.
+
+    Args:
+        benchmark: the same on every rank.
+        channel: of all processes.
+        write: writes the weights into a new folder, all processes together, and returns where in it they are.
+        folder: for the time of the benchmark; what an earlier start has left there is removed.
+        deadline: seconds after which the benchmark is given up.
+        leaving: whether this process has to end.
+
+    Raises:
+        EvaluationInterruptedError: on every rank, if one of them has to end.
+        DeadlineError: on every rank, if the benchmark has not ended by then.
+        UnisonoError: of the benchmark, or where the weights cannot be written.
+    """
+
+    def begin() -> None:
+        if folder.exists():
+            remove_folder(folder)
+        folder.mkdir()
+
+    share_first(channel, begin, f"a folder for {benchmark.name}")
+    try:
+        with heartbeat.phase("evaluate", f"the weights for {benchmark.name}"):
+            weights = write(folder)
+        asked = _OnWeights(benchmark, weights)
+        return run_benchmark(asked, channel, _asks_nothing, batch=1, deadline=deadline, leaving=leaving)
+    finally:
+        if channel.rank == 0:
+            benchmark.stop()
+            remove_folder(folder)
+
+
+class _OnWeights:
+    """A benchmark that loads the model, as one that asks it nothing."""
+
+    def __init__(self, benchmark: WeightsBenchmark, weights: Path) -> None:
+        self.name, self.prefix = benchmark.name, benchmark.prefix
+        self._benchmark, self._weights = benchmark, weights
+
+    def measure(self, ask: object) -> Mapping[str, float]:
+        return self._benchmark.measure_folder(self._weights)
+
+    def answer(self, rows: object, read_outputs: object) -> list[Json]:
+        raise AssertionError("it asks nothing")
+
+
+def _asks_nothing(samples: object, read: object) -> None:
+    raise AssertionError("it asks nothing")
 
 
 class _Leader:
@@ -90,8 +161,8 @@ class _Leader:
         except queue.Empty:
             if time.monotonic() - self._last > self._deadline:
                 raise DeadlineError(
-                    f"{self._benchmark.name} has asked the model nothing for {self._deadline:g} s; if that is not a "
-                    "fault, set launch.deadlines.evaluate higher"
+                    f"{self._benchmark.name} has asked the model nothing for {self._deadline:g} s, nor ended; if that "
+                    "is not a fault, set launch.deadlines.evaluate higher"
                 ) from None
             return {}
         self._last = time.monotonic()

@@ -45,7 +45,10 @@ def build_case_config(config: RunConfig, case: Case, proof: ProofSettings, place
     if layout["strategy"] != "ddp":
         layout["bucket_mb"] = None
     settings = {"precision": case.precision, "global_batch": proof.global_batch, "guard_every": 10**9}
-    rows: dict[str, Any] = {"rows": proof.global_batch + 3, "micro_batch": None, "harness": [], "harness_limit": None}
+    rows: dict[str, Any] = {
+        "rows": proof.global_batch + 3, "micro_batch": None, "harness": [], "harness_limit": None, "environment": None,
+        "environment_limit": None,
+    }  # fmt: skip
     # No layout changes a frozen matrix, and products in 4 bits cannot be computed in fp64.
     adapter = config.adapter
     if adapter is not None and adapter.base_dtype == "nf4":

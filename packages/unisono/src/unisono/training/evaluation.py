@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 from unisono.config.schema.run import RunConfig
+from unisono.evaluation.benchmarks import EvaluationInterruptedError
 from unisono.evaluation.best import Best, require_metric
 from unisono.observe import events
 from unisono.observe.run_record import RunRecord
@@ -20,6 +21,7 @@ class Evaluation:
     Attributes:
         values: loss and metrics of the newest evaluation of this start; empty before.
         step: updates made before it; None before.
+        interrupted: whether the newest was given up, since the run has to end; the next start makes up for it.
         best: the best values so far.
     """
 
@@ -28,6 +30,7 @@ class Evaluation:
         self._communicator = communicator
         self.values: dict[str, float] = {}
         self.step: int | None = None
+        self.interrupted = False
         self.best = best
 
     def check_metric(self, first: int) -> None:
@@ -37,8 +40,8 @@ class Evaluation:
             asked["checkpoint.keep_best.metric"] = best.metric
         if self._settings.patience is not None and self._parts.can_evaluate:  # else it is refused as such
             asked["eval.metric"] = self._settings.metric
-        if (prefix := self._parts.benchmark_prefix) is not None:  # their values are known once they have run
-            asked = {key: metric for key, metric in asked.items() if not metric.startswith(prefix)}
+        prefixes = self._parts.benchmark_prefixes  # their values are known once they have run
+        asked = {key: metric for key, metric in asked.items() if not metric.startswith(prefixes)}
         if asked:
             names = held_out.names(self._parts.engine, first, self._parts.scalars(first)) if held_out else []
             for key, metric in asked.items():
@@ -58,12 +61,16 @@ class Evaluation:
         return not self._communicator.gather(known, "whether the newest checkpoint was evaluated")[0]
 
     def evaluate(self, step: int, record: RunRecord) -> bool:
-        """Evaluate after `step` updates if there is anything to evaluate; returns whether there is."""
+        """Evaluate after `step` updates if there is anything to evaluate; returns whether there are new values."""
         if not self._parts.can_evaluate:
             return False
         start = perf_counter()
-        with heartbeat.phase("evaluate"):
-            self.values = self._parts.evaluate(step, record.evaluation_progress(step))
+        try:
+            with heartbeat.phase("evaluate"):
+                self.values = self._parts.evaluate(step, record.evaluation_progress(step))
+        except EvaluationInterruptedError:
+            self.interrupted = True
+            return False
         self.step = step
         self.best.update(step, self.values)
         rows = self._parts.held_out.rows if self._parts.held_out is not None else 0

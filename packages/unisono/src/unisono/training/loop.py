@@ -227,6 +227,8 @@ class Training:
         decision = self._decide(requests)
         if decision.evaluate and self._evaluation.evaluate(step, self._telemetry.record):
             decision |= self._decide(self._callbacks.on_evaluation(step, self._evaluation.values))
+        elif self._evaluation.interrupted:
+            decision |= self._decide()
         if decision.save and step:
             self._saving.save(step, self._ledger, at_once=decision.preempted)
             decision |= self._decide(self._callbacks.take_pending())

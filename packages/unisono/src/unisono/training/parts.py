@@ -21,15 +21,18 @@ from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob, ModelFacts
-from unisono.evaluation.benchmarks import run_benchmark
+from unisono.evaluation.benchmarks import run_benchmark, run_on_weights
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import ScheduledScalars
-from unisono.protocols import Benchmark, require_benchmarks
+from unisono.protocols import Benchmark, WeightsBenchmark, require_benchmarks, require_environments
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.communication.consensus import raise_everywhere
-from unisono.runtime.errors import DataError
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.supervise import preemption
 from unisono.task import Batch, Task, run_setup
+
+_WEIGHTS = ".evaluated"  # folder of a run, while a program that is not ours loads the weights
 
 
 class TrainingParts:
@@ -66,6 +69,7 @@ class TrainingParts:
         self.engine = create_engine(EngineJob(task, config, process, communicator, run.split))
         self.data = source_facts(self.source)
         self._benchmark = build_benchmark(task, config)
+        self._environment = build_environment(task, config)
 
     def __enter__(self) -> TrainingParts:
         return self
@@ -99,15 +103,19 @@ class TrainingParts:
     @property
     def can_evaluate(self) -> bool:
         """Whether there is anything to evaluate."""
-        return self.held_out is not None or self._benchmark is not None
+        return self.held_out is not None or self._run.config.eval.has_benchmarks
 
     @property
-    def benchmark_prefix(self) -> str | None:
-        """With which the values of the benchmarks begin; None if there are none."""
-        return None if self._benchmark is None else self._benchmark.prefix
+    def benchmark_prefixes(self) -> tuple[str, ...]:
+        """With which the values of the benchmarks begin."""
+        return tuple(one.prefix for one in (self._benchmark, self._environment) if one is not None)
 
     def evaluate(self, step: int, progress: Callable[[int, int], None]) -> dict[str, float]:
-        """Loss and metrics on the held-out rows after `step` updates, and the values of benchmarks; collective."""
+        """Loss and metrics on the held-out rows after `step` updates, and the values of benchmarks; collective.
+
+        Raises:
+            EvaluationInterruptedError: on every rank, if the run has to end before a benchmark has.
+        """
         values: dict[str, float] = {}
         if self.held_out is not None:
             values = self.held_out.evaluate(self.engine, step, self.scalars(step), progress)
@@ -120,8 +128,24 @@ class TrainingParts:
                 batch=settings.eval.micro_batch or split.micro_batch,
                 deadline=settings.launch.deadlines.evaluate,
                 progress=progress,
+                leaving=_is_leaving,
+            )
+        if self._environment is not None:
+            values |= run_on_weights(
+                self._environment,
+                self._communicator,
+                lambda folder: self._write_weights(folder, step),
+                self._run.directory / _WEIGHTS,
+                deadline=self._run.config.launch.deadlines.evaluate,
+                leaving=_is_leaving,
             )
         return values
+
+    def _write_weights(self, folder: Path, step: int) -> Path:
+        from unisono.checkpoint.exchange import collective_export  # imports torch
+
+        shards = self.engine.state()
+        return collective_export.write_weights(self._run.directory, folder, step, shards, self._communicator)
 
     def check_files(self) -> None:
         """Check that the data files are unchanged, each process of a host its share of them; collective.
@@ -154,6 +178,10 @@ class TrainingParts:
         return restore.refetch(store, path)
 
 
+def _is_leaving() -> bool:
+    return preemption.seconds_since_signal() is not None
+
+
 def build_held_out(task: Task, config: RunConfig, process: ProcessInfo, split: BatchSplit) -> HeldOut | None:
     """The task's held-out rows, if it has any."""
     run_setup(task)
@@ -167,6 +195,23 @@ def build_benchmark(task: Task, config: RunConfig) -> Benchmark | None:
     """The benchmarks that the settings ask for; None if they ask for none."""
     settings = config.eval
     return require_benchmarks(task).harness(settings.harness, settings.harness_limit) if settings.harness else None
+
+
+def build_environment(task: Task, config: RunConfig) -> WeightsBenchmark | None:
+    """The environment that the settings ask for; None if they ask for none.
+
+    Raises:
+        ConfigError: for a task without environments, and for adapters, which servers do not load by themselves.
+    """
+    settings = config.eval
+    if settings.environment is None:
+        return None
+    if config.adapter is not None:
+        raise ConfigError(
+            "eval.environment: a server loads whole models, and this run trains adapters; play the environment "
+            "afterwards, with the model that `unisono export RUN merge=true` writes"
+        )
+    return require_environments(task).environment(settings.environment, settings.environment_limit)
 
 
 def gather_rows(batches: Sequence[MicroBatch], communicator: Communicator) -> list[int]:

@@ -10,7 +10,7 @@ from unisono.checkpoint.core.resume import Resumption
 from unisono.config import fingerprint
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.loading.micro_batch import MicroBatch
-from unisono.engines.observers import StepResult
+from unisono.engines.observers import WEIGHT_FLOPS, StepResult
 from unisono.engines.protocol import ModelFacts
 from unisono.observe.peak_rates import peak_flops
 from unisono.observe.progress import Speed, Stopwatch, format_count
@@ -101,10 +101,10 @@ class Telemetry:
 
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
         config = self._run.config
-        unit = next((name for name in result.work if name not in ("rows", "flops", "masked")), "rows")
+        beside = ("rows", "flops", "masked", WEIGHT_FLOPS)
+        unit = next((name for name in result.work if name not in beside), "rows")
         peak = peak_flops(self._facts.device, config.train.precision)
-        # With adapters, frozen matrices need no weight gradients, so the task's count is too high.
-        flops = 0.0 if config.adapter else result.work.get("flops", 0.0)
+        flops = result.flops(adapters=config.adapter is not None)
         devices = self._process.world_size * self._facts.devices
         mfu = flops / seconds / (peak * devices) if peak and flops else None
         memory = self._parts.engine.peak_memory() if self._process.is_first else None

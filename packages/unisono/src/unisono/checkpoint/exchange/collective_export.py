@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.exchange import export
 from unisono.config.schema.verbs import Export
 from unisono.engines import host_arrays
@@ -19,7 +20,7 @@ from unisono.engines.state import ArrayShard
 from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import RunError
-from unisono.runtime.files import atomic_folder
+from unisono.runtime.files import atomic_folder, remove_folder
 from unisono.runtime.text import format_bytes
 
 
@@ -77,6 +78,41 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
 
         share_first(communicator, end, "the end of the export")  # it waits for the disk, of all files
     return f"exported: {out} ({len(plan.files)} files, {format_bytes(total)})"
+
+
+def write_weights(run: Path, folder: Path, step: int, shards: Sequence[ArrayShard], communicator: Communicator) -> Path:
+    """Write the weights that a model has now, as `unisono export` writes those of a checkpoint; collective.
+
+    Args:
+        run: folder of the run, which has its assets.
+        folder: empty; it is shared by all processes.
+        step: updates made.
+        shards: of this process.
+        communicator: of all processes.
+
+    Returns:
+        Where in `folder` they are.
+
+    Raises:
+        UnisonoError: on every rank, as `export.export` raises it.
+    """
+    made = folder / "model"
+    weights = [shard for shard in shards if shard.name.startswith(WEIGHT_PREFIXES)]
+    # Through a checkpoint: it has every piece of every layout, and may be larger than the memory of one process.
+    saved = commit.save_checkpoint(
+        folder / "checkpoints", commit.Snapshot(step, weights, {}, holds="model"), communicator, keep=1
+    )
+
+    def convert() -> None:
+        plan = export.plan_checkpoint(commit.read_manifest(saved), run, Export())
+        export.check_room(made, sum(file.size for file in plan.files))
+        made.mkdir()
+        _write(plan, made, {file.name for file in plan.files}, made)
+        export.finish(plan, made)
+        remove_folder(saved.parent)
+
+    share_first(communicator, convert, "the weights as a folder")
+    return made
 
 
 def check_together(folder: Path, shards: Sequence[ArrayShard], communicator: Communicator) -> None:

@@ -9,6 +9,21 @@ from pydantic import Field, PositiveInt, model_validator
 from unisono.config.schema import Fraction, NonNegative, Positive, Settings
 
 
+def why_not_offered(name: object) -> str:
+    """Why there is no optimizer of this name, to follow the optimizers that there are; empty if nothing is known.
+
+    >>> why_not_offered("paged_adamw_8bit")[:40]
+    '. There is no AdamW in 8 bits: its scale'
+    """
+    if "8bit" not in str(name).lower().replace("_", "").replace("-", ""):
+        return ""
+    return (
+        ". There is no AdamW in 8 bits: its scales belong to blocks of what a process holds, so another number of "
+        "shards would be another optimizer. optim=lion, optim=adafactor, adapter=lora and layout.offload=true save "
+        "memory on any layout"
+    )
+
+
 class ParameterGroup(Settings):
     """Settings for the parameters whose name matches a pattern; the first matching group counts."""
 

@@ -153,12 +153,23 @@ class Eval(Settings):
         [], description="benchmarks to run in each evaluation; of language: tasks of lm-eval by name, or YAML files"
     )
     harness_limit: PositiveInt | None = Field(None, description="examples of each of them; null: all")
+    environment: Annotated[str | None, Only("torch", "weights of JAX have no format that a server loads")] = Field(
+        None, min_length=1, description="environment to play in each evaluation; of language: a taskset of verifiers"
+    )
+    environment_limit: PositiveInt | None = Field(None, description="tasks of it; null: all")
 
     @model_validator(mode="after")
     def _check_harness(self) -> Eval:
         if self.harness_limit is not None and not self.harness:
             raise ValueError("eval.harness_limit has no effect without eval.harness; set it, e.g. to [hellaswag]")
+        if self.environment_limit is not None and self.environment is None:
+            raise ValueError("eval.environment_limit has no effect without eval.environment; set it to a name")
         return self
+
+    @property
+    def has_benchmarks(self) -> bool:
+        """Whether evaluations measure anything beside held-out rows."""
+        return bool(self.harness) or self.environment is not None
 
     @model_validator(mode="after")
     def _check_patience(self) -> Eval:

@@ -48,7 +48,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     from unisono.optim import ema, schedules
     from unisono.training.callbacks.build import build_callbacks
     from unisono.training.callbacks.early_stopping import EarlyStopping
-    from unisono.training.parts import build_benchmark, build_held_out
+    from unisono.training.parts import build_benchmark, build_environment, build_held_out
 
     assert isinstance(config.layout.world_size, int)
     host_check.check_host(config)
@@ -60,6 +60,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
         callback.check(config)
     _check_adapter(config)
     build_benchmark(task, config)  # refuses those that there are not
+    build_environment(task, config)
     source = build_source(task, config, config.layout.world_size)
     plan = build_plan(task, source, config)
     scalars = schedules.ScheduledScalars(config, plan.steps)

@@ -228,8 +228,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return loss and metrics on the held-out rows, of a run's newest checkpoint or of a model; on one process.
 
-    Benchmarks run if the overrides name them (`eval.harness=[…]`), not those of the run's file: that may come from
-    somebody else, and a benchmark's file can name code.
+    Benchmarks run if the overrides name them (`eval.harness=[…]`, `eval.environment=NAME`), not those of the run's
+    file: that may come from somebody else, and a benchmark's file can name code.
 
     Args:
         folder: As for `open_run`.
@@ -248,8 +248,10 @@ def evaluate(
     if opened.is_trained:
         find_checkpoint(folder)
     config = opened.config
-    if not any(word.startswith("eval.harness=") for word in overrides):
-        config = config.model_copy(update={"eval": config.eval.model_copy(update={"harness": []})})
+    benchmarks: dict[str, Any] = {"harness": [], "environment": None}
+    for key, nothing in benchmarks.items():
+        if not any(word.startswith(f"eval.{key}=") for word in overrides):
+            config = config.model_copy(update={"eval": config.eval.model_copy(update={key: nothing})})
     run = resolve.resolve_for_reading(config, folder)
     process = ProcessInfo()
     communicator = rank_process.join_processes(run.config, process)

@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
 
     def refuse_no_rows(self, held_out: int, config: RunConfig) -> None:
         """Reject a run that has nothing to evaluate: neither held-out rows nor benchmarks."""
-        if not held_out and not config.eval.harness:
+        if not held_out and not config.eval.has_benchmarks:
             raise ConfigError(
                 f"{self.title or type(self).__name__} would never stop the run, since the task holds out no rows; "
                 "define held_out() (a recipe has a setting for it), or leave it out"
