@@ -11,7 +11,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from unisono import DataError, Run, RunError
-from unisono.recipe_tools import safe_paths, say
+from unisono.recipe_tools import safe_paths, say, write_whole
 from unisono_language import settings
 from unisono_language.data.chat import ChatTemplate
 from unisono_language.data.conversations import parse_messages
@@ -274,6 +274,24 @@ def encode_prompt(
     if not ids:
         raise RunError("the prompt is empty, and this tokenizer has no begin-of-document token; give a prompt")
     return ids
+
+
+def write_generation_config(folder: Path, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Have whoever loads a model of conversations end its answers where `generate` does.
+
+    Args:
+        folder: assets of the run, with the `generation_config.json` of its base, if that has one.
+        tokenizer: of its tokens.
+        template: of the conversations.
+    """
+    if not template.source:
+        return
+    is_there = (folder / _GENERATION).is_file()
+    values = safe_paths.read_json(folder, _GENERATION, dict[str, Any]) if is_there else {}
+    if not is_there:
+        values = {"bos_token_id": tokenizer.first, "pad_token_id": tokenizer.last}
+    if ends := end_tokens(folder, tokenizer, template):
+        write_whole(folder / _GENERATION, json.dumps({**values, "eos_token_id": ends}, indent=2))
 
 
 def cut_at_end(ids: list[int], ends: Sequence[int]) -> list[int]:

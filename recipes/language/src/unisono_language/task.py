@@ -356,6 +356,7 @@ class Language(Task):
     def save_assets(self, directory: Path) -> None:
         """The tokenizer and the model's configuration, so that the run can be used without its corpus."""
         from unisono_language import model as models
+        from unisono_language.generate import write_generation_config
 
         self.tokenizer.save(directory)
         given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
@@ -369,6 +370,7 @@ class Language(Task):
             (directory / FILE).write_bytes(safe_paths.read_regular(self.tokenizer.path))
         models.check_model(self.model_config, self.tokenizer.size).save_pretrained(directory)
         if self.chat is not None:
+            write_generation_config(directory, self.tokenizer, self.chat)
             write_whole(directory / chat.ASSET, json.dumps(self.chat.describe))
             if self.chat.source and self.chat.source == self.chat.source_with_tools:  # else the files have both
                 write_whole(directory / chat.TEMPLATE_FILE, self.chat.source)
