@@ -94,7 +94,8 @@ def steps(group: TcpCommunicator) -> dict[str, Callable[[], Any]]:
     return {
         "barrier": lambda: group.barrier("a barrier"),
         "maximum": lambda: group.reduce_max([group.rank, 1, 0], "the decision of all ranks after this step"),
-        "gather of 60 bytes": lambda: group.gather({"rank": group.rank, "digest": "0" * 40}, "a gather"),
+        "gather of unequal 60 bytes": lambda: group.gather({"rank": group.rank, "digest": "0" * 40}, "a gather"),
+        "gather of equal 60 bytes": lambda: group.gather({"rank": 0, "digest": "0" * 40}, "a gather"),
         "error of one rank": all_fail,
         "dead rank named": lose,
     }

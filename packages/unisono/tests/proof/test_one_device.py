@@ -24,4 +24,7 @@ def test_no_case_runs_on_another_kind_of_device_than_its_reference(
     config, told = prove._choose_device(every, config, proof)
     assert {case_process.build_case_config(config, case, proof, None).layout.device for case in every} == {chosen}
     assert told.startswith(chosen)
+    monkeypatch.setattr(devices, "product", lambda kind: f"a {kind}")
+    certified = prove._describe_layouts(every, config, proof)
+    assert {layout["device"] for layout in certified.values()} == {f"a {chosen}"} and len(certified) == len(every)
     assert ("fewer cuda devices than the largest layout" in told) == (count == 1)

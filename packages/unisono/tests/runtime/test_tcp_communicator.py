@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from packages.unisono.tests.ports import free_port
+from unisono.runtime.communication import authenticated_line
 from unisono.runtime.communication.authenticated_line import TOKEN, AuthenticatedLine
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.communication.tcp_communicator import TcpCommunicator, connect_processes
@@ -43,7 +44,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "t" * 32)
 
 
-def test_only_a_gather_sends_the_values_of_all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_gather_of_unequal_values_sends_those_of_all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A barrier, and the maximum that ranks agree on after each step, cost rank 0 as much per rank in any job."""
     sent: list[str] = []
     send = AuthenticatedLine.send_text
@@ -55,13 +56,43 @@ def test_only_a_gather_sends_the_values_of_all_to_all(monkeypatch: pytest.Monkey
     def work(group: TcpCommunicator) -> list[Any]:
         maximum = group.reduce_max([group.rank % 3, 7 - group.rank % 3], "a maximum")
         group.barrier("a barrier")
-        return [maximum, group.gather(group.rank, "a gather")]
+        alike = group.gather({"fine": True} if group.rank != 4 else "late", "whether all are fine")
+        return [maximum, alike, group.gather(group.rank, "a gather")]
 
     monkeypatch.setattr(AuthenticatedLine, "send_text", record)
-    assert run(7, work) == [[[2, 7], list(range(7))]] * 7
+    fine = {"fine": True}
+    assert run(7, work) == [[[2, 7], [fine] * 4 + ["late"] + [fine] * 2, list(range(7))]] * 7
     answers = [text for text in sent if text.startswith('{"result"')]
-    assert set(answers) == {'{"result": [2, 7]}', '{"result": null}', '{"result": [0, 1, 2, 3, 4, 5, 6]}'}
+    runs = '[[{"fine": true}, 4], ["late", 1], [{"fine": true}, 2]]', str([[rank, 1] for rank in range(7)])
+    assert set(answers) == {f'{{"result": {result}}}' for result in ("[2, 7]", "null", *runs)}
     assert answers.count('{"result": [2, 7]}') == 6
+
+
+def test_values_of_a_gather_are_those_of_each_rank_to_the_type_and_nobody_shares_them() -> None:
+    """1, 1.0 and true are equal in Python, and not in JSON; what one rank does to a value is not seen in another's."""
+
+    def work(group: TcpCommunicator) -> list[Any]:
+        numbers = group.gather([1, 1.0, True, 1][group.rank], "numbers")
+        lists = group.gather([], "empty lists")
+        lists[0].append("only here")
+        return [[type(number) for number in numbers], lists]
+
+    assert run(4, work) == [[[int, float, bool, int], [["only here"], [], [], []]]] * 4
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 7, [1, 2], [["x", 2]], [["x", 0], ["y", 3]], [["x", True], ["y", 2]], [["x", 3.0]]]
+)
+def test_an_answer_that_is_not_as_many_values_as_ranks_is_refused(answer: Any) -> None:
+    class Line:
+        name = "rank 0"
+
+        def exchange(self, *_: Any) -> dict[str, Any]:
+            return {"result": answer}
+
+    line: Any = Line()
+    with pytest.raises(DeadlineError, match="rank 0 sent an invalid answer while waiting for a gather"):
+        authenticated_line.gather({0: line}, 1, 3, "mine", 1.0, "a gather")
 
 
 def test_ranks_that_bring_different_numbers_of_numbers_all_hear_of_it() -> None:

@@ -44,7 +44,7 @@ STRANGE = [
     b"null\n",
     b"\xff\xfe\x00\n",
     b"x" * 1_000_000,
-    b'{"unisono": 3, "token": "none", "nonce": "' + NONCE.encode() + b'"}\n',
+    b'{"unisono": 4, "token": "none", "nonce": "' + NONCE.encode() + b'"}\n',
     json.dumps({"nonce": NONCE, "proof": "0" * 64, "who": WHO}).encode() + b"\n",
     json.dumps({"nonce": NONCE, "proof": "0" * 64, "who": {**WHO, "node": 2**70, "host": "\x1b[2J\n" * 99}}).encode()
     + b"\n",
@@ -127,7 +127,7 @@ def _says(*messages: Any) -> Callable[[socket.socket], None]:
     return answer
 
 
-HELLO = {"unisono": 3, "token": "environment", "nonce": NONCE}
+HELLO = {"unisono": 4, "token": "environment", "nonce": NONCE}
 OLD = [{"nonce": NONCE}, {"welcome": "node 0 (x, process 1)"}, {"values": [0, 1]}]
 
 

@@ -214,7 +214,8 @@ class Saver:
     def _resolve(self, pending: _PendingSave) -> None:
         """Act on a save's outcome once it is done on all ranks."""
         over, error, took = pending.is_over, pending.error, time.monotonic() - pending.started
-        mine = [over, type(error).__name__ if over and error else "", str(error) if over and error else "", took]
+        waited = 0.0 if over else took  # the same on all ranks where nothing is late, which is cheap to gather
+        mine = [over, type(error).__name__ if over and error else "", str(error) if over and error else "", waited]
         replies = self._group.gather(mine, f"the outcome of the checkpoint of step {pending.step}")
         if not all(over for over, *_ in replies):
             if max(took for *_, took in replies) > self._deadline and not pending.overdue:

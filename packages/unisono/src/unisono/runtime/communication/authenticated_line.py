@@ -8,7 +8,7 @@ authenticated, a message is at most 4 KB, has one overall deadline, and any defe
 Afterwards every message carries an HMAC keyed by connection, direction and sequence number, so nobody on the network
 can change, replay or forge one. Nothing is encrypted: configurations and paths can be read on the network.
 
-    node 0 -> node   {"unisono": 3, "token": which, "nonce": a}
+    node 0 -> node   {"unisono": 4, "token": which, "nonce": a}
     node -> node 0   {"nonce": b, "proof": HMAC(token, "node", a, b, who), "who": {...}}
     node 0 -> node   {"proof": HMAC(token, "node 0", b, a)}
     both             HMAC(HMAC(token, "key", a, b), direction, number, message) message
@@ -22,8 +22,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from typing import Any
 
 from unisono.runtime.communication.communicator import Json
@@ -33,7 +34,7 @@ from unisono.runtime.untrusted.safe_paths import parse_json
 from unisono.runtime.untrusted.shapes import Object
 
 TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; never sent
-VERSION = 3
+VERSION = 4
 MAX_GREETING_BYTES = 4096  # per message, before both sides are authenticated
 MAX_MESSAGE_BYTES = 64 << 20  # per message, afterwards
 GRACE_SECONDS = 5.0  # by which a member waits longer than member 0, whose reason then arrives first; and to send one
@@ -272,15 +273,37 @@ def gather(
 ) -> list[Json]:
     """Return the value of every member, in rank order, on every member.
 
+    Most gathers ask whether all are well or have the same, so equal values in a row are sent once: what member 0 sends
+    then grows with the number of members and not with its square.
+
     `lines` are those to all other members, in rank order, on member 0, and the one to member 0 elsewhere.
 
     Raises:
         DeadlineError: On every member, naming the one that is gone or late, with `advice` after it.
     """
-    values = reduce(lines, rank, value, list, timeout, what, advice)
-    if not isinstance(values, list) or len(values) != size:
-        raise DeadlineError(f"{lines[0].name} sent an invalid answer while waiting for {what}")
-    return values
+    runs = reduce(lines, rank, value, _count_runs, timeout, what, advice)
+    with suppress(TypeError, ValueError):
+        if sum(count for _, count in runs) == size and all(type(count) is int and count > 0 for _, count in runs):
+            return [deepcopy(one) for one, count in runs for _ in range(count)]
+    raise DeadlineError(f"{lines[0].name} sent an invalid answer while waiting for {what}")
+
+
+def _count_runs(values: Sequence[Json]) -> list[list[Json]]:
+    """Each value with how often it stands there in a row; values are equal if their JSON is (1, 1.0 and true are not).
+
+    >>> _count_runs([None, None, 1, 1.0, True, None])
+    [[None, 2], [1, 1], [1.0, 1], [True, 1], [None, 1]]
+    """
+    runs: list[list[Json]] = []
+    before = None
+    for value in values:
+        text = json.dumps(value)
+        if text == before:
+            runs[-1][1] += 1
+        else:
+            runs.append([value, 1])
+        before = text
+    return runs
 
 
 def reduce(
@@ -294,7 +317,7 @@ def reduce(
 ) -> Json:
     """Return, on every member, what member 0 makes of the values of all; see `gather`.
 
-    What member 0 sends grows with the number of members and not with its square, as a list of all values does.
+    What member 0 sends grows with the number of members and not with its square, as a list of unequal values does.
     """
     if rank:
         answer = lines[0].exchange({"value": value}, timeout + GRACE_SECONDS, what)
