@@ -1,6 +1,6 @@
 """How much the language recipe learns in half an hour, beside methods that nobody doubts: the figures of its README.
 
-    python -m recipes.language.benchmarks.learning train FOLDER RUNS [--steps 650]
+    python -m recipes.language.benchmarks.learning train FOLDER RUNS [--steps 800]
     python -m recipes.language.benchmarks.learning compare RUNS/learning [--curve FILE.svg]
 
 FOLDER has a folder of documents for each source (Parquet with a column `text`; of a text file, documents end at blank
@@ -41,7 +41,7 @@ def train(folder: Path, runs: Path, steps: int) -> None:
     command = [
         sys.executable, "-m", "unisono", "train", "language", "data=corpus", f"data.sources={{{', '.join(sources)}}}",
         "data.packing={}", "task.sequence=512", "train.global_batch=16", "layout.micro_batch=8", "layout.world_size=2",
-        "layout.threads=1", "train.precision=bf16", "optim=muon", "optim.lr=3e-3", "optim.weight_decay=0.1",
+        "layout.threads=1", "train.precision=bf16", "optim=muon", "optim.lr=1e-2", "optim.weight_decay=0.1",
         f"train.steps={steps}", "schedules.lr.decay=0.25", "eval.every=100", "eval.rows=128", "checkpoint.every=50",
         f"run.dir={runs}", "run.name=learning",
     ]  # fmt: skip
@@ -169,7 +169,7 @@ def main() -> None:
     verb = verbs.add_parser("train")
     verb.add_argument("folder", type=Path)
     verb.add_argument("runs", type=Path)
-    verb.add_argument("--steps", type=int, default=650)
+    verb.add_argument("--steps", type=int, default=800)
     verb.set_defaults(do=train)
     verb = verbs.add_parser("compare")
     verb.add_argument("run", type=Path)
