@@ -187,7 +187,11 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
     arguments.add_recipe(verb)
     arguments.add_overrides(verb, "as for train; and min_lr=1e-7, max_lr=10, steps=200")
     text = "check, on your own model and data, that many processes compute exactly what one computes"
-    verb = add("prove", _prove, text)
+    more = (
+        "; a training script, as it is: unisono prove train.py worlds=[1,2] steps=4 dropout=off -- ITS ARGUMENTS. "
+        "Exit code 0: PASS, 1: FAIL, 2: not judged (ABSTAIN, or it could not run)"
+    )
+    verb = add("prove", _prove, text, more)
     arguments.add_recipe(verb)
     arguments.add_overrides(
         verb,
