@@ -16,7 +16,7 @@ def test_every_benchmark_that_writes_a_table_has_its_place() -> None:
         for name, rest in re.findall(r'page\.put\("(\w+)", (.*)\)\n', script.read_text(encoding="utf-8")):
             where = re.search(r'"([^"]+\.md)"', rest)
             written[script.stem] = (name, where.group(1) if where else "docs/benchmarks.md")
-    assert len(written) == 14
+    assert len(written) == 15
     for script, (name, where) in written.items():
         assert name == script
         assert page.read_part(name, where).strip(), name

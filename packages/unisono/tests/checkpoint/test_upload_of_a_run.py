@@ -22,7 +22,7 @@ from unisono.checkpoint.remote import store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload import Uploads
 from unisono.runtime.errors import ConfigError, UploadError
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_writing
 
 # beside a run -------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_kept_for_its_upload_ends_nothing(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(os, "link", full)
-            patch.setattr(safe_paths, "copy_inside", full)
+            patch.setattr(safe_writing, "copy_inside", full)
             beside.uploads.enqueue(save(folder / "checkpoints", 4))
         beside.until("WARNING: upload of step 4 failed: [Errno 28] No space left on device")
         beside.end()

@@ -51,7 +51,7 @@ HARMLESS = keys("""
     launch.node_rank=0 launch.rendezvous=10.0.0.1:29400 launch.interface=eth0 launch.desync=false
     launch.preempt_deadline=3 launch.monitor=false launch.stuck_after=3 launch.stuck_factor=3 launch.deadlines.setup=3
     launch.deadlines.shape=3 launch.deadlines.data=3 launch.deadlines.save=3 launch.deadlines.evaluate=3
-    launch.straggler_factor=3 launch.max_restarts=3
+    launch.straggler_factor=3 launch.max_restarts=3 launch.shared_folder=false
 """)
 MATHEMATICS = keys("""
     run.seed=1
@@ -91,6 +91,12 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "ema.exclude": ("ema.decay=0.5",),
     "launch.rendezvous": ("launch.nodes=2", "launch.node_rank=0"),
     "launch.interface": ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400"),
+    "launch.shared_folder": (
+        "launch.nodes=2",
+        "launch.node_rank=0",
+        "launch.rendezvous=10.0.0.1:29400",
+        "checkpoint.upload.url=s3://b/runs",
+    ),
     "launch.nodes": ("launch.node_rank=1", "launch.rendezvous=10.0.0.1:29400"),
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
