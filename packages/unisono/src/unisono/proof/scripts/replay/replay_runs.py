@@ -60,7 +60,10 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     on_theirs = Case(name, 1, {}, case.precision)
     again = replace(on_theirs, name=f"{name}, perturbed", perturbed=EPSILON[case.precision])
     for own in (on_theirs, again):
-        runs.changes[own.name] = {"rows_of": trace.folder.name, "ranks": case.world_size, "how": plan.how}
+        runs.changes[own.name] = {
+            "rows_of": trace.folder.name, "ranks": case.world_size, "how": plan.how,
+            "steps": len(trace.facts.steps),  # after which it would read rows of its own
+        }  # fmt: skip
     replayed = runs.record(on_theirs)
     if replayed is None:
         runs.left[case.name] = f"one process cannot compute with them: {runs.ended.pop(on_theirs.name)}"
