@@ -25,7 +25,7 @@ def format_outcome(verdicts: Sequence[Verdict]) -> str:
     for one in abstentions([v for v in verdicts if not v.reference or v.mark == "PASS"]):
         cases.setdefault(one.quantity, []).append(one.case)
     partly = [f"{what} ({names})" for what, names in _join_quantities(cases)]
-    return f"PASS, except {'; '.join([*wholly, *partly])}" if wholly or partly else mark
+    return f"PASS; not judged: {'; '.join([*wholly, *partly])}" if wholly or partly else mark
 
 
 def format_verdicts(
