@@ -155,7 +155,7 @@ for epoch in range(4):
 @pytest.mark.slow
 @pytest.mark.parametrize(("epoch", "mark"), [("epoch", "PASS"), ("epoch if world == 1 else 0", "FAIL")])
 def test_a_short_epoch_is_followed_into_the_next_one(tmp_path: Path, epoch: str, mark: str) -> None:
-    """Two updates an epoch: as many as are compared if nothing is asked for would not be enough of longer ones."""
+    """Four updates an epoch: as many as are compared if nothing is asked for, of which none is of the second."""
     text = SYNCHRONISED + DISTRIBUTED.replace("EPOCH\n", f"{epoch}\n").replace("(24.0).reshape(8", "(48.0).reshape(16")
     text = text.replace("randperm(8", "randperm(16").replace("return 8 //", "return 16 //")  # four, and steps=4
     report = prove(tmp_path, text)
@@ -166,6 +166,25 @@ def test_a_short_epoch_is_followed_into_the_next_one(tmp_path: Path, epoch: str,
     assert "updates after the first 5" in "\n".join(report.lines)
 
 
+BY_EPOCH = """
+data = torch.utils.data.TensorDataset(torch.arange(96.0).reshape(32, 3) / 40)
+sampler = torch.utils.data.DistributedSampler(data, shuffle=True)
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for (rows,) in torch.utils.data.DataLoader(data, 4, sampler=sampler):
+        step(rows * (1 + epoch))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_script_does_by_its_epoch_is_compared_within_the_shortest_alone(tmp_path: Path) -> None:
+    """Batches are per process, so two processes are in their second epoch where the one that has their rows is not."""
+    report = prove(tmp_path, SYNCHRONISED + BY_EPOCH)
+    said = "\n".join(report.lines)
+    assert "(given to one process side by side)? PASS" in said, said
+    assert "updates after the first 4" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("decay", "mark"), [("0.9", "PASS"), ("0.9 ** dist.get_world_size()", "FAIL")])
 def test_a_moving_average_beside_the_model_is_compared(tmp_path: Path, decay: str, mark: str) -> None:
@@ -173,6 +192,7 @@ def test_a_moving_average_beside_the_model_is_compared(tmp_path: Path, decay: st
     assert report.mark == mark, report.lines
     first = report.verdicts[0].first
     assert (first.quantity if first else "") == ("EMA" if mark == "FAIL" else "")
+    assert any(one.quantity == "EMA" and one.mark == mark for one in report.verdicts[0].compared)
 
 
 UNEVEN = """

@@ -320,7 +320,7 @@ def _complete(
             return stray
         if one.quantity == "EMA" and not have_same_copies(mine, reference):
             return "a copy of the model is there in one of the runs only"
-        if one.quantity == "buffers" and gradients_agree and differ_in_order_alone(mine, reference):
+        if one.quantity == "buffers" and gradients_agree and differ_in_order_alone(mine, reference, one.allowed):
             return "the same rows stand in another order, and all that is computed with them agrees"
         kept = one.quantity in _WITHOUT_ROWS and (rates or one.quantity != "learning rate")
         explained = drawn or not 0 < one.worst.step < since
@@ -374,7 +374,7 @@ def describe_later(made: int, next_epoch: int) -> str:
 def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list[str]:
     """What the hooks have not seen of a run on one process; its rows, where it reads its own."""
     made, reading = len(trace.facts.steps), read_reading(trace.folder, 0)
-    averages = "" if trace.tensors("EMA", made - 1) else "moving averages, "
+    other = "other " if trace.tensors("EMA", made - 1) else ""
     missing = {
         describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended),
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in plain.facts.steps),
@@ -387,7 +387,7 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
         ),
         "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no callback)": not trace.facts.evaluation,
-        f"states outside of the trained model ({averages}teachers, buffers of a loss)": True,
+        f"{other}states outside of the trained model (moving averages, teachers, buffers of a loss)": True,
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
     result += filter(None, [describe_unseeded(reading.unseeded) if reading else ""])

@@ -37,7 +37,10 @@ def held_parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def find_copies(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters of what is a copy of the model by its names and shapes, and no part of it: an average, a teacher."""
+    """Parameters of what is a copy of the model by its names and shapes, and no part of it: an average, a teacher.
+
+    None if there are several, which nothing tells apart in two runs.
+    """
     own = by_plain_name(model.named_parameters())
     known = {id(one) for one in (*model.modules(), *model.parameters())}
     gc.collect()  # copies that nobody has any more
@@ -52,8 +55,7 @@ def find_copies(model: nn.Module) -> dict[str, Tensor]:
         seen = {id(one) for copy in found for one in copy.values()}
         if alike and not any(id(one) in known or id(one) in seen for one in held.values()):
             found.append(held)
-    number = [""] if len(found) == 1 else [f"copy {place}, " for place in range(1, len(found) + 1)]
-    return {f"{place}{name}": one for place, copy in zip(number, found, strict=True) for name, one in copy.items()}
+    return found[0] if len(found) == 1 else {}
 
 
 def find_scratch(model: nn.Module, held: set[int]) -> set[int]:

@@ -160,9 +160,7 @@ class RankProgress:
         self._tell()
         before, since = self._read(), time.monotonic()
         while left := {rank: one for rank, one in before.items() if not one.ended}:
-            later = [
-                rank for rank, one in left.items() if one.passes > self._mine.passes or one.since > self._mine.since
-            ]
+            later = [rank for rank, one in left.items() if one.since > self._mine.since]
             if later and time.monotonic() - since > _RECEIVING:
                 other = left[later[0]]
                 raise UnequalUpdatesError(
@@ -184,7 +182,7 @@ class RankProgress:
         return (
             f"rank {self._rank} makes its update {self._mine.updates} after backward pass {self._mine.passes}, "
             f"and rank {rank} has made {made} update{'' if made == 1 else 's'} and {end} backward pass "
-            f"{other.passes}"
+            f"{other.passes}{'' if other.ended else other.line}"
         )
 
     def _tell(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -76,10 +77,10 @@ def run_watched(
         try:
             train()
         except SystemExit as error:
-            if error.code not in (None, 0) and not _is_of_the_end(error):
+            if error.code not in (None, 0) and not _is_of_the_end(error) and not watch.has_enough():
                 raise
         except Exception as error:
-            if not _is_of_the_end(error):
+            if not _is_of_the_end(error) and not watch.has_enough():
                 raise
         watch.end()
     watch.close()
@@ -121,6 +122,7 @@ class ScriptWatch:
 
     def __init__(self, world: World, steps: int, replayed: ReplayedRun | None = None, next_epoch: bool = False) -> None:
         self._world, self._steps, self._replayed, self._next_epoch = world, steps, replayed, next_epoch
+        self._fewest, self._began = steps, time.monotonic()
         self.records: Records | None = None
         self.has_callback = False
         self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
@@ -168,7 +170,7 @@ class ScriptWatch:
 
     def end(self) -> None:
         """The script has returned."""
-        self._ended = True
+        self._ended = not self.is_over()
         self.progress.end()
 
     def close(self) -> None:
@@ -193,6 +195,10 @@ class ScriptWatch:
     def is_over(self) -> bool:
         """Whether all updates are recorded that are compared."""
         return self.records is not None and self.records.steps >= self._steps
+
+    def has_enough(self) -> bool:
+        """Whether all updates that were asked for are recorded, and it was followed on for the next epoch alone."""
+        return self._steps > self._fewest and self.records is not None and self.records.steps >= self._fewest
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Record what this process reports of the last update."""
@@ -240,7 +246,7 @@ class ScriptWatch:
         self.progress.begin_update()
         records = self._begin([optimizer])
         if records.steps + 1 == self._steps:
-            self._go_on()
+            self._extend_into_next_epoch()
         if self._replayed is not None:
             self._replayed.set_rates(optimizer, records.steps)
         records.seen.early |= torch._C._current_graph_task_id() != -1
@@ -260,12 +266,14 @@ class ScriptWatch:
 
         return (optimizer, recorded), {}
 
-    def _go_on(self) -> None:
+    def _extend_into_next_epoch(self) -> None:
         """Follow the script into the next epoch, with the last update before it would end, if that is asked for."""
         if self._next_epoch:
             self._next_epoch, begins = False, self._fetched.find_next_epoch(self._steps)
             further = self._steps < begins <= _LATEST_EPOCH and not self.has_callback  # which evaluates then
-            self._steps = begins if further else self._steps
+            # with room for several processes on the same cores, and for an evaluation between the epochs
+            soon = (time.monotonic() - self._began) * begins / self._steps < self._world.timeout / 4
+            self._steps = begins if further and soon else self._steps
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1

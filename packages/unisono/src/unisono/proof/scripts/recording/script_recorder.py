@@ -207,7 +207,7 @@ class Records:
         self._facts.random |= any(rank["random"] for rank in ranks)
         clean = [rank["clean"] for rank in ranks]
         state, pieces = self._read_state()
-        averages = {} if self._ema is None else by_plain_name(self._ema.named_parameters())
+        averages = self._copies if self._ema is None else by_plain_name(self._ema.named_parameters())
         copies = {**self._parameters(), **{name: value for name, value in state.items() if name not in pieces}}
         copies |= {f"ema/{name}": value for name, value in averages.items()}
         self._facts.steps.append(

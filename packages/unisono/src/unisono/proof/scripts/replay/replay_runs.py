@@ -9,6 +9,7 @@ from unisono.proof.scripts.judging import script_rows
 from unisono.proof.scripts.judging.gradient_sums import find_differing
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns, find_local_statistics
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_plan import ReplayPlan, explain_failure, plan_replay
 
 
@@ -56,6 +57,7 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     if plan.how is None:
         runs.left[case.name] = plan.why
         return None
+    _cut_before_other_epochs(trace, reference)
     name = f"1 process, on the rows of {case.world_size}"
     on_theirs = Case(name, 1, {}, case.precision)
     again = replace(on_theirs, name=f"{name}, perturbed", perturbed=EPSILON[case.precision])
@@ -74,6 +76,14 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     runs.record(again)
     trace.facts.per_process = find_local_statistics(trace, replayed)
     return Group(on_theirs, again, [replace(case, reference=name)], plan, reason)
+
+
+def _cut_before_other_epochs(trace: ScriptTrace, reference: ScriptTrace) -> None:
+    """Leave out what follows an epoch that the ranks end at another update than one process: it acts by the epoch."""
+    readings = [read_reading(run.folder, 0) for run in (trace, reference)]
+    begins = {reading.next_epoch for reading in readings if reading and reading.next_epoch}
+    if len(begins) > 1 and 1 < min(begins) <= len(trace.facts.steps):
+        del trace.facts.steps[min(begins) - 1 :], trace.ranks[min(begins) - 1 :]
 
 
 def _agree(trace: ScriptTrace, reference: ScriptTrace) -> bool:
