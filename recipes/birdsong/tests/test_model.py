@@ -20,7 +20,7 @@ from unisono.config.schema.optimizers import Optimizer
 from unisono.engines.jax.model import build_structure
 from unisono.engines.jax.numerics.optimizers import build_optimizer
 from unisono_birdsong.model.encoder import Encoder, patches_of
-from unisono_birdsong.model.layers import Block, Turns, grid_turns, run_blocks
+from unisono_birdsong.model.layers import Block, Turns, attention_scores, grid_turns, run_blocks
 from unisono_birdsong.settings import EncoderSettings
 
 RNG = np.random.default_rng(1)
@@ -147,3 +147,19 @@ def test_in_bf16_losses_are_fp32(objective: str) -> None:
     losses = found.keys() & {"classes", "probe", "reconstruction"}
     assert losses and all(found[name].dtype == jnp.float32 for name in losses)
     assert found["embedding"].dtype == jnp.bfloat16
+
+
+def test_gradients_of_scores_are_those_of_the_plain_product() -> None:
+    one, other, weight = (RNG.normal(size=shape) for shape in ((5, 2, 4), (5, 2, 4), (2, 5, 5)))
+
+    def plain(query: jax.Array, key: jax.Array) -> jax.Array:
+        return jnp.einsum("tnh,snh->nts", query, key)
+
+    with jax.enable_x64(True):
+        mine, expected = (
+            jax.grad(lambda q, k, f=f: (f(q, k) * weight).sum(), (0, 1))(jnp.asarray(one), jnp.asarray(other))
+            for f in (attention_scores, plain)
+        )
+        for gradient, wanted in zip(mine, expected, strict=True):
+            assert gradient.dtype == jnp.float64
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-13)

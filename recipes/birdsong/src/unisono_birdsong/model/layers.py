@@ -78,12 +78,12 @@ class Attention(eqx.Module):
 
 def _attend(query: Array, key: Array, value: Array) -> Array:
     """Scaled dot product attention, (tokens, heads, features of a head); JAX's own scores in fp32 even in fp64."""
-    scores = _scores(query, key) / query.shape[-1] ** 0.5
+    scores = attention_scores(query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores).astype(value.dtype), value)
 
 
 @jax.custom_vjp
-def _scores(query: Array, key: Array) -> Array:
+def attention_scores(query: Array, key: Array) -> Array:
     """Products of queries and keys, at least in fp32, (heads, tokens, tokens).
 
     Their gradient is cast before it is multiplied, as flash attention does it. JAX would multiply in fp32 instead, two
@@ -94,7 +94,7 @@ def _scores(query: Array, key: Array) -> Array:
 
 
 def _keep_operands(query: Array, key: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _scores(query, key), (query, key)
+    return attention_scores(query, key), (query, key)
 
 
 def _multiply_back(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
@@ -103,7 +103,7 @@ def _multiply_back(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, A
     return jnp.einsum("nts,snh->tnh", gradient, key), jnp.einsum("nts,tnh->snh", gradient, query)
 
 
-_scores.defvjp(_keep_operands, _multiply_back)
+attention_scores.defvjp(_keep_operands, _multiply_back)
 
 
 class Mlp(eqx.Module):
