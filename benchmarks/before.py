@@ -51,7 +51,7 @@ def write_rows(folder: Path) -> None:
 
 
 @contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
+def checkout_commit(commit: str) -> Iterator[Path]:
     """The files of a commit, in a folder of their own."""
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name) / "tree"
@@ -78,7 +78,7 @@ def measure(tree: Path, piece: str, rows: Path, runs: Path) -> dict[str, float]:
     variables["XDG_STATE_HOME"] = str(runs)  # the key that marks the user's own runs
     work = Path(__file__).with_name("before_work.py")
     words = [sys.executable, "-P", work, piece, rows if piece == "rows" else runs, repr(time.time())]
-    done = subprocess.run(list(map(str, words)), cwd=runs, env=variables, capture_output=True, text=True)
+    done = subprocess.run(list(map(str, words)), cwd=runs, env=variables, capture_output=True, text=True, timeout=600)
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     if done.returncode or not found:
         raise SystemExit(f"{piece} failed under {tree}:\n{done.stdout}\n{done.stderr}")
@@ -103,7 +103,7 @@ def main() -> None:
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     results: dict[str, dict[str, list[float]]] = {kind: {} for kind in ("before", "now", "again")}
     loads = []
-    with checked_out(asked.commit) as old, tempfile.TemporaryDirectory(dir=memory) as name:
+    with checkout_commit(asked.commit) as old, tempfile.TemporaryDirectory(dir=memory) as name:
         rows = Path(name) / "rows"
         rows.mkdir()
         write_rows(rows)
