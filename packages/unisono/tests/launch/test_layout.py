@@ -114,6 +114,10 @@ def started(size: int, launcher: str, local_size: int | None = None) -> ProcessI
         ("0 cpu", "layout.strategy=single", started(2, "torchrun"), "layout.strategy=single is one process, but "),
         ("0 cpu", "layout.strategy=hsdp layout.world_size=4", None, "layout.strategy=hsdp needs layout.shards"),
         ("0 cpu", f"layout.strategy=hsdp {NODES} layout.world_size=2", None, "strategy=hsdp needs layout.shards"),
+        (
+            "0 cpu", f"{NODES} launch.shared_folder=false checkpoint.upload.url=file:///a eval.environment=math", None,
+            "`unisono evaluate RUN eval.environment=math` on node 0 afterwards",
+        ),
     ],
 )  # fmt: skip
 def test_what_host_nodes_or_launcher_cannot_give_is_refused(

@@ -28,6 +28,12 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None, device: str |
         ConfigError: For a layout that this host or its launcher cannot provide.
     """
     config = _resolve_engine(config)
+    if config.eval.environment is not None and not config.launch.shared_folder:  # unlike an evaluation of such a run
+        raise ConfigError(
+            "eval.environment writes the weights into one folder together, but launch.shared_folder=false; leave it "
+            f"out, and play it with `unisono evaluate RUN eval.environment={config.eval.environment}` on node 0 "
+            "afterwards"
+        )
     if process is not None:
         _refuse_for_launcher(config, process)
     if config.layout.engine == "jax":
