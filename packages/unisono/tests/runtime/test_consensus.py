@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from unisono.runtime.communication import consensus
 from unisono.runtime.communication.communicator import Channel, Json, SingleProcess
-from unisono.runtime.communication.consensus import raise_everywhere, run_on_first, share_first
+from unisono.runtime.communication.consensus import raise_everywhere, run_everywhere, run_on_first, share_first
 from unisono.runtime.errors import ConfigError, DataError, KernelError, RunError, UnisonoError
 
 PATIENCE = 2.0  # twice as long as rank 0 lets the others wait for a word
@@ -71,6 +72,32 @@ def test_whoever_is_gone_holds_up_nothing_and_alone_it_is_a_call(both: list[Chan
     assert run_on_first(both[0], lambda: time.sleep(0.1) or "made", "the work") == "made"
     threads = threading.active_count()
     assert run_on_first(SingleProcess(), threading.active_count, "the work") == threads
+
+
+def test_all_work_as_long_as_it_takes_and_an_error_of_one_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consensus, "_SIGN_OF_LIFE", 0.05)
+    meeting, values = threading.Barrier(2, timeout=0.3), [None, None]
+    both = [Two(rank, meeting, values) for rank in range(2)]
+
+    def work(seconds: float, rank: int) -> Any:
+        def one() -> int:
+            time.sleep(seconds)
+            if rank < 0:
+                raise DataError("no disk")
+            return rank
+
+        return one
+
+    with ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(run_everywhere, both, [work(0.0, 0), work(0.6, 1)], ["the work"] * 2))
+        assert told == [[0, 1], [0, 1]]
+        failed = [
+            threads.submit(run_everywhere, one, act, "the work")
+            for one, act in zip(both, [None, work(0.0, -1)], strict=True)
+        ]
+        for each in failed:
+            with pytest.raises(DataError, match=r"^no disk$"):
+                each.result(20)
 
 
 # an error of one rank ------------------------------------------------------------------------------------------------

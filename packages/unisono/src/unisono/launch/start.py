@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from unisono.launch.resolving import layout, preflight, resolve
 from unisono.launch.resolving.resolve import Request, StartCheck
 from unisono.launch.task_objects import callback_entry, refuse_state
 from unisono.runtime.communication.communicator import Channel, Communicator, Json, ProcessInfo
-from unisono.runtime.communication.consensus import raise_everywhere, share_first
+from unisono.runtime.communication.consensus import raise_everywhere, run_everywhere, share_first
 from unisono.supervise import fault_hook, preemption
 from unisono.task import Task
 from unisono.task_config import build_task, composed_engine
@@ -148,22 +149,28 @@ def _launch_on_node(request: Request, task: Task, server: ForkServer | None) -> 
             return [run.plain(), agreement.write_token(run.directory), shared]
 
         values, token, shared = _resolve_together(nodes, request, resolve_once, "node")
-        run = resolve.accept_resolved_run(values, config)
-        of_node_0 = run.directory
+        run: ResolvedRun
 
-        def check_and_prepare() -> dict[str, Any]:
+        def accept() -> None:
             nonlocal run
+            run = resolve.accept_resolved_run(values, config)
             if launch.shared_folder:
-                agreement.check_shared_directory(of_node_0, token)
+                agreement.check_shared_directory(run.directory, token)
             elif node.rank:
-                run = own_folder.take_over(run, config, shared, token, stack)
+                run = own_folder.take_over(run, config, shared["owner"], token, stack)
             else:
                 run = own_folder.keep_folder(run)
+
+        def prepare() -> dict[str, Any]:
             return preflight.preflight(task, config).facts  # with this host's files and caches
 
-        facts = raise_everywhere(nodes, check_and_prepare, "all nodes to prepare the data", member="node")
+        raise_everywhere(nodes, accept, "all nodes to see the run's folder", member="node")
+        if not launch.shared_folder:
+            fetch = partial(own_folder.fetch_checkpoint, run, shared["manifest"] if node.rank else None)
+            run_everywhere(nodes, fetch, "all nodes to fetch the checkpoint", member="node")
+        facts = raise_everywhere(nodes, prepare, "all nodes to prepare the data", member="node")
         provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
-        agreement.remove_token(of_node_0, node)
+        agreement.remove_token(run.directory, node)
         threads = layout.threads_per_process(run.world_size // node.count)
         with nodes.watch_nodes(), exit_advice.explain_exit(run):
             local_processes.launch(

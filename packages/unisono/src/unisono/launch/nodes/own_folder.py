@@ -53,19 +53,19 @@ def describe_resume(run: ResolvedRun) -> dict[str, Any]:
     return {"owner": store_lock.read_local(run.directory), "manifest": sha256}
 
 
-def take_over(run: ResolvedRun, config: RunConfig, shared: dict[str, Any], token: str, stack: ExitStack) -> ResolvedRun:
+def take_over(run: ResolvedRun, config: RunConfig, owner: dict[str, str], token: str, stack: ExitStack) -> ResolvedRun:
     """The run in the folder of this node, which is held until the stack is left.
 
     Args:
         run: as node 0 has resolved it.
         config: of this node.
-        shared: see `describe_resume`.
+        owner: of the store, see `describe_resume`.
         token: what node 0 has left in its folder.
         stack: keeps the lock.
 
     Raises:
         RunError: if the folder cannot be used, is node 0's, or belongs to another run.
-        CheckpointError: if the checkpoint from which the run resumes is not in the store.
+        ConfigError: if this node cannot read and write the store.
     """
     named = run.config.model_copy(update={"run": run.config.run.model_copy(update={"dir": config.run.dir})})
     path = run_directory.run_path(named).resolve()
@@ -78,19 +78,29 @@ def take_over(run: ResolvedRun, config: RunConfig, shared: dict[str, Any], token
     run_directory.refuse_unusable(named)
     run = _first_candidate(replace(run, config=named, directory=path))
     stack.enter_context(run_directory.hold_directory(path))
-    node_parts.follow(run, shared["owner"])
+    node_parts.follow(run, owner)
     local_processes.remove_old_faults(path)
-    if run.resume is not None:
-        node_parts.fetch(run, shared["manifest"])
-    run_directory.write_config(run)
     return run
 
 
 def keep_folder(run: ResolvedRun) -> ResolvedRun:
     """The run on node 0, which has resolved it there: as the other nodes have it."""
-    run = _first_candidate(run)
+    return _first_candidate(run)
+
+
+def fetch_checkpoint(run: ResolvedRun, sha256: str | None) -> None:
+    """Have the checkpoint from which the run resumes in the folder of this node, and then the run's configuration.
+
+    Args:
+        run: in the folder of this node.
+        sha256: of the checkpoint's manifest; None on node 0, which has fetched it before, and without one.
+
+    Raises:
+        CheckpointError: if the checkpoint is not in the store.
+    """
+    if sha256 is not None:
+        node_parts.fetch(run, sha256)
     run_directory.write_config(run)
-    return run
 
 
 def complete_newest(run: ResolvedRun) -> None:
@@ -98,7 +108,7 @@ def complete_newest(run: ResolvedRun) -> None:
     try:
         node_parts.complete_newest(run)
     except UnisonoError as error:
-        say(f"unisono: WARNING: {error}. It is complete in the store; start the run again to fetch it", error=True)
+        say(f"unisono: WARNING: {error}. Start the run again to fetch it from the store", error=True)
 
 
 def _first_candidate(run: ResolvedRun) -> ResolvedRun:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from unisono.runtime.communication.communicator import Channel, Json
 from unisono.runtime.errors import RunError, UnisonoError, error_class
 
 T = TypeVar("T")
+_SIGN_OF_LIFE = 1.0  # seconds between two of a rank whose work takes long
 _JOIN_TIMEOUT = 10.0  # seconds for the others to learn that the work is done
 
 
@@ -76,7 +77,7 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
 
     def report() -> None:
         with suppress(Exception):  # the next collective exchange names the rank that is gone
-            while channel.gather(not over.wait(1.0), what)[0]:
+            while channel.gather(not over.wait(_SIGN_OF_LIFE), what)[0]:
                 pass
 
     thread = threading.Thread(target=report, name=what, daemon=True)
@@ -90,24 +91,53 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
             thread.join(_JOIN_TIMEOUT)
 
 
+def run_everywhere(channel: Channel, work: Callable[[], Json] | None, what: str, *, member: str = "rank") -> list[Json]:
+    """Run `work` on every rank as `raise_everywhere` does, for longer than any timeout allows.
+
+    Collective; nothing else may use the channel in the meantime. The work runs in a thread of its own, while the
+    calling one exchanges signs of life every second. A rank that is gone ends the wait of the others, not their work.
+
+    Returns:
+        The results of all ranks, in rank order.
+
+    Raises:
+        UnisonoError: As `raise_everywhere`.
+        DeadlineError: If another rank is gone.
+    """
+    attempt = _Attempt(work or (lambda: None))
+    thread = threading.Thread(target=attempt.make, name=what, daemon=True)
+    thread.start()
+    while True:
+        thread.join(_SIGN_OF_LIFE)
+        if not any(channel.gather(thread.is_alive(), what)):
+            return raise_everywhere(channel, attempt.result if work is not None else None, what, member=member)
+
+
 def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
     """Run `work` on rank 0, however long it takes, and return its JSON result, or raise its error, on every rank."""
-    outcome: list[Any] = []
+    attempt = _Attempt(work)
+    run_on_first(channel, attempt.make, what)
+    return raise_everywhere(channel, attempt.result if channel.rank == 0 else None, what)[0]
 
-    def attempt() -> None:
+
+class _Attempt:
+    """Work whose result, or whose error, is asked for later."""
+
+    def __init__(self, work: Callable[[], Json]) -> None:
+        self._work = work
+        self._value: Json = None
+        self._error: Exception | None = None
+
+    def make(self) -> None:
         try:
-            outcome.append(work())
+            self._value = self._work()
         except Exception as error:
-            outcome.append(error)
+            self._error = error
 
-    run_on_first(channel, attempt, what)
-
-    def result() -> Json:
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
-
-    return raise_everywhere(channel, result if channel.rank == 0 else None, what)[0]
+    def result(self) -> Json:
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 def _serialize_error(error: Exception) -> dict[str, Json]:
