@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from packages.unisono.tests.checkpoint.saved import STATE, Threads, shards
+from packages.unisono.tests.checkpoint.saved import STATE, Threads, flip_bit, shards
 from unisono.checkpoint.core import commit, resume
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.retention import Retention
@@ -24,9 +26,12 @@ from unisono.config.resolved_run import Candidate, ResolvedRun, ResumePoint
 from unisono.config.schema.run import RunConfig
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.launch.nodes import own_folder
+from unisono.runtime.communication import consensus
+from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError, SaveError, UploadError
 
 NAME = "step-00000004"
+OWNER = {"run": "one", "start": "now", "host": "", "process": "", "folder": ""}
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,10 @@ class Parts(StoredParts):
     """The same without processes: orders are carried out here, or fail."""
 
     fails: bool = False
+    waits_for: Callable[[], Any] = lambda: None
 
     def _run_process(self, order: dict[str, Any]) -> None:
+        self.waits_for()
         if self.fails:
             raise UploadError("the store does not answer")
         uploader = CheckpointUploader(self.store, self.folder, None, Retention(2))
@@ -63,7 +70,12 @@ def nodes_config(folder: Path, **launch: Any) -> RunConfig:
 
 
 def saved(
-    tmp_path: Path, store: ObjectStore, step: int = 4, fails: bool = False, other: ObjectStore | None = None
+    tmp_path: Path,
+    store: ObjectStore,
+    step: int = 4,
+    fails: bool = False,
+    other: ObjectStore | None = None,
+    allowed: Callable[[int], None] = lambda rank: None,
 ) -> list[Any]:
     """A checkpoint of two nodes, whose parts are kept in `0` and `1`; `other` is the store that node 1 sees."""
     group = Threads(2)
@@ -74,10 +86,11 @@ def saved(
         folder.mkdir(parents=True, exist_ok=True)
         mine = range(group.rank, group.rank + 1)
         seen = other if other is not None and group.rank == 1 else store
-        parts = Parts(seen, folder, config.checkpoint, mine, fails=fails and group.rank == 1)
+        parts = Parts(seen, folder, config.checkpoint, mine, None, fails=fails and group.rank == 1)
+        may = partial(allowed, group.rank)
         snapshot = Snapshot(step, shards(step, group.rank, 2), STATE)
         try:
-            return commit.save_checkpoint(folder / "checkpoints", snapshot, group, 2, parts=parts)
+            return commit.save_checkpoint(folder / "checkpoints", snapshot, group, 2, parts=parts, allowed=may)
         except SaveError as error:
             return error
 
@@ -116,6 +129,114 @@ def test_it_is_absent_where_a_node_has_sent_its_part_elsewhere(tmp_path: Path, s
     errors = saved(tmp_path, store, other=elsewhere)
     assert f"{NAME}/rank-00001.safetensors is missing" in str(errors[0])
     assert not (tmp_path / "store" / "run" / "checkpoints" / NAME / "manifest.json").exists()
+
+
+def test_an_upload_may_take_longer_than_ranks_wait_for_each_other(
+    tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim: while the store is slow, the ranks tell each other again and again that they are still there."""
+    monkeypatch.setattr(consensus, "_SIGN_OF_LIFE", 0.01)
+    signs, several, config = list[str](), threading.Event(), nodes_config(tmp_path / "0")
+
+    class Watched(Threads):
+        def gather(self, value: Any, what: str) -> list[Any]:
+            signs.append(what)
+            if all(signs.count(f"all ranks to {act} the checkpoint") > 6 for act in awaited):
+                several.set()
+            return super().gather(value, what)
+
+    group, awaited = Watched(2), ["upload its part of"]
+
+    def save() -> Any:
+        folder = tmp_path / str(group.rank) / "run"
+        folder.mkdir(parents=True)
+
+        def wait() -> None:
+            assert several.wait(10), "the other rank still waits for the same word"
+            if "finish" not in awaited:
+                awaited.append("finish")
+                several.clear()
+
+        mine = range(group.rank, group.rank + 1)
+        waits = wait if group.rank == 0 else lambda: None
+        parts = Parts(store, folder, config.checkpoint, mine, None, waits_for=waits)
+        snapshot = Snapshot(4, shards(4, group.rank, 2), STATE)
+        return commit.save_checkpoint(folder / "checkpoints", snapshot, group, 2, parts=parts)
+
+    assert [path.name for path in group.run(save)] == [f".fetching-{NAME}"] * 2
+
+
+def test_an_old_manifest_goes_before_the_files_that_it_names(tmp_path: Path, store: ObjectStore) -> None:
+    store.put(f"checkpoints/{NAME}/manifest.json", b"of another history of this run")
+    saved(tmp_path, store, fails=True)
+    assert store.get(f"checkpoints/{NAME}/manifest.json") is None
+    assert store.get(f"checkpoints/{NAME}/rank-00000.safetensors") is not None
+
+
+def test_a_node_whose_folder_has_gone_to_another_start_removes_nothing_there(
+    tmp_path: Path, store: ObjectStore
+) -> None:
+    left = tmp_path / "1" / "run" / "checkpoints" / ".writing-step-00000002-of-the-new-start"
+    left.mkdir(parents=True)
+
+    def lost(rank: int) -> None:
+        if rank == 1:
+            raise RunError("this run was taken over")
+
+    errors = saved(tmp_path, store, allowed=lost)
+    assert "rank 1 could not create a folder for the checkpoint: this run was taken over" in str(errors[0])
+    assert left.is_dir() and store.names("checkpoints") == []
+
+
+def test_a_part_that_cannot_be_kept_is_no_failed_save(
+    tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The claim: once its manifest is in the store, a checkpoint is finished, whatever the disks say."""
+
+    def full(*_: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(StoredParts, "keep", full)
+        paths = saved(tmp_path, store)
+    assert is_of_two(tmp_path / "store" / "run" / "checkpoints" / NAME, 4)
+    assert all(path.name.startswith(f".writing-{NAME}") for path in paths)
+    assert "this node's part of it could not be kept: [Errno 28] No space left on device" in caplog.text
+    for path in saved(tmp_path, store, step=6):
+        assert [each.name for each in path.parent.iterdir()] == [".fetching-step-00000006"]
+
+
+@pytest.mark.slow
+def test_what_becomes_of_an_order_in_a_process_of_its_own(
+    tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim: the process says how its order ended, and each end is an error of its own."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = commit.save_checkpoint(folder / "checkpoints", Snapshot(4, shards(4), STATE), SingleProcess(), 2)
+    files = commit.read_manifest(path).files
+    store.put("owner.json", json.dumps({**OWNER, "start": "mine"}).encode())
+    (folder / "upload.json").write_text(json.dumps({**OWNER, "start": "of another start, which has the folder now"}))
+    parts = StoredParts(store, folder, make_config().checkpoint, range(1), "mine")
+    parts.send(path, NAME, files)
+    assert store.names(f"checkpoints/{NAME}") == ["rank-00000.safetensors"]
+    parts.commit(path, NAME, files, {"loss": 1.0})
+    assert store.get(f"checkpoints/{NAME}/manifest.json") == (path / "manifest.json").read_bytes()
+    with pytest.raises(RunError, match=r"this run was continued elsewhere: process .* Stop one of the two"):
+        replace(parts, start="an earlier one").send(path, "step-00000006", files)
+    flip_bit(path / "rank-00000.safetensors")
+    with pytest.raises(UploadError, match=r"rank-00000\.safetensors is damaged: its content is not what was written"):
+        parts.send(path, "step-00000006", files)
+    start = upload.start_process
+
+    def killed(*arguments: Any, **settings: Any) -> Any:
+        process = start(*arguments, **settings)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(upload, "start_process", killed)
+    with pytest.raises(UploadError, match=r"the upload process exited with code -9; see .*upload\.log"):
+        parts.send(path, NAME, files)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -170,6 +291,23 @@ def test_the_ledger_of_a_rank_is_that_of_the_node_where_it_was(tmp_path: Path, s
         assert ("rank-00001.jsonl" in found) if stale_alone else found == []
 
 
+def test_the_process_that_shows_that_the_run_lives_is_started_again(
+    tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def start(given: Any, store: Any, folder: Any, start: str) -> Any:
+        started.append(start)
+        return SimpleNamespace(poll=lambda: -9, stdout=['{"ended": true}'])
+
+    monkeypatch.setattr(upload, "start_process", start)
+    (tmp_path / "upload.json").write_text(json.dumps(OWNER))
+    uploads = upload.Uploads(nodes_config(tmp_path), tmp_path, True, print, print)
+    (tmp_path / "upload.json").write_text(json.dumps({**OWNER, "start": "a later one"}))
+    uploads.enqueue(tmp_path / "a part")
+    assert started == ["now", "now"], "with the id of this start, whoever has the folder by then"
+
+
 # whose folder it is -------------------------------------------------------------------------------------------------
 
 
@@ -190,17 +328,16 @@ def test_a_node_that_sees_another_store_than_node_0_is_refused(tmp_path: Path) -
 
 
 def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path, store: ObjectStore) -> None:
-    owner = {"run": "one", "start": "now", "host": "", "process": "", "folder": ""}
-    store.put("owner.json", json.dumps(owner).encode())
+    store.put("owner.json", json.dumps(OWNER).encode())
     run = resumed(tmp_path, 1)
     run.directory.mkdir(parents=True)
     (run.directory / "config.yaml").write_text("{}")
     (run.directory / "upload.json").write_text(json.dumps({"run": "another"}))
     with pytest.raises(RunError, match="on this node already holds another run of this name"):
-        node_parts.follow(run, owner)
+        node_parts.follow(run, OWNER)
     (run.directory / "upload.json").write_text(json.dumps({"run": "one"}))
-    node_parts.follow(run, owner)
-    assert store_lock.read_local(run.directory) == owner
+    node_parts.follow(run, OWNER)
+    assert store_lock.read_local(run.directory) == OWNER
 
 
 def test_nodes_that_share_no_folder_need_a_token_and_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from unisono.checkpoint.core.retention import Retention
 from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communication.communicator import Communicator, Json, SingleProcess
-from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.communication.consensus import raise_everywhere, run_everywhere
 from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError, UploadError
 from unisono.runtime.files import fsync_path, remove_folder
 from unisono.runtime.text import format_bytes
@@ -121,8 +121,8 @@ def save_checkpoint(
         snapshot: what it holds.
         group: all ranks.
         keep: how many of the newest checkpoints to keep, or a `Retention`.
-        allowed: called on rank 0 before anything is written and just before the rename; raises if the run belongs to
-            another start by now.
+        allowed: called on the first rank that sees the folder before anything there is written and just before a
+            rename; raises if the run belongs to another start by now.
         parts: commits it in a store; None if all ranks see the same folder.
 
     Raises:
@@ -131,20 +131,20 @@ def save_checkpoint(
     """
     step, shards = snapshot.step, snapshot.shards
     ranks = range(group.size) if parts is None else parts.ranks  # that see this folder
-    leads = group.rank == ranks[0]
+    rank, leads = group.rank, group.rank == ranks[0]
     final = folder / folder_name(step)
     # A unique name, so that a stale process that wakes up after a takeover cannot write into the new owner's folder.
     temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     retention = keep if isinstance(keep, Retention) else Retention(keep)
     faults = _run_on_all_ranks(group, "check its part of the state", lambda: _find_not_finite(shards))
     if any(faults):
-        places = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(faults) if names)
+        places = "; ".join(f"rank {each}: {', '.join(names)}" for each, names in enumerate(faults) if names)
         raise NonFiniteError(
             f"the state after step {step} is not finite ({places}). It was not saved; older checkpoints are untouched."
         )
 
     def begin() -> Json:
-        if group.rank == 0 and allowed is not None:
+        if leads and allowed is not None:
             allowed()
         if leads:
             if not folder.is_dir():
@@ -157,15 +157,15 @@ def save_checkpoint(
 
     try:
         begun = _run_on_all_ranks(group, "create a folder for the checkpoint", begin)
-        total, temporary = sum(begun[rank][0] for rank in ranks), folder / begun[ranks[0]][1]
+        total, temporary = sum(begun[each][0] for each in ranks), folder / begun[ranks[0]][1]
 
         def pieces() -> Json:
             with _explain_full_disk(folder, total):
                 if not shards:
                     return {"files": {}, "arrays": {}}
-                file = temporary / f"rank-{group.rank:05d}.safetensors"
+                file = temporary / f"rank-{rank:05d}.safetensors"
                 # The step makes the headers of two checkpoints differ even if nothing else does.
-                note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(group.rank)}
+                note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(rank)}
                 part = arrays.write_shards(file, shards, note)
                 return {"files": {file.name: part["file"]}, "arrays": part["arrays"]}
 
@@ -174,13 +174,13 @@ def save_checkpoint(
         def send() -> None:
             assert parts is not None
             if leads:
-                parts.send(temporary, final.name, manifest.merge_manifests([written[rank] for rank in ranks])["files"])
+                parts.send(temporary, final.name, manifest.merge_manifests([written[each] for each in ranks])["files"])
 
         if parts is not None:
-            _run_on_all_ranks(group, "upload its part of the checkpoint", send)
+            _run_on_all_ranks(group, "upload its part of the checkpoint", send, unhurried=True)
 
         def finish() -> Json:
-            if group.rank != 0:
+            if rank != 0:
                 return None
             content = {
                 "format": manifest.FORMAT, "step": step, "parent": snapshot.parent or _previous_name(folder, step),
@@ -208,12 +208,20 @@ def save_checkpoint(
                 raise
             return None
 
-        finished = _run_on_all_ranks(group, "finish the checkpoint", finish)
+        finished = _run_on_all_ranks(group, "finish the checkpoint", finish, unhurried=parts is not None)
         if parts is not None:  # the manifest is all of it that the other nodes do not have
 
             def keep_part() -> Json:
                 assert parts is not None
-                return str(parts.keep(temporary, final.name, finished[0].encode())) if leads else None
+                if not leads:
+                    return None
+                if allowed is not None:
+                    allowed()
+                try:
+                    return str(parts.keep(temporary, final.name, finished[0].encode()))
+                except OSError as error:  # it is complete in the store; the next save removes what is left here
+                    log.warning("%s is in the store, but this node's part of it could not be kept: %s", final, error)
+                    return str(temporary)
 
             final = Path(_run_on_all_ranks(group, "keep its part of the checkpoint", keep_part)[ranks[0]])
     except SaveError:
@@ -283,19 +291,26 @@ def _find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
     return [*found[:4], f"and {len(found) - 4} more"] if len(found) > 4 else found
 
 
-def _run_on_all_ranks(group: Communicator, what: str, act: Callable[[], Json]) -> list[Json]:
-    """Run a function on every rank; all ranks fail if one does."""
-    result, fault, passing = None, None, False
-    try:
-        result = act()
-    except OSError as error:
-        passing = error.errno in _TRANSIENT_ERRORS
-        fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    except Exception as error:  # of any kind: the others must not wait for this rank
-        fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
-        passing = isinstance(error, UploadError)
-        log.exception("a checkpoint could not be written")
-    outcomes = group.gather([result, fault, passing], f"all ranks to {what}")
+def _run_on_all_ranks(
+    group: Communicator, what: str, act: Callable[[], Json], *, unhurried: bool = False
+) -> list[Json]:
+    """Run a function on every rank; all ranks fail if one does. An `unhurried` one may outlast the group's timeout."""
+
+    def attempt() -> Json:
+        result, fault, passing = None, None, False
+        try:
+            result = act()
+        except OSError as error:
+            passing = error.errno in _TRANSIENT_ERRORS
+            fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        except Exception as error:  # of any kind: the others must not wait for this rank
+            fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
+            passing = isinstance(error, UploadError)
+            log.exception("a checkpoint could not be written")
+        return [result, fault, passing]
+
+    wait = f"all ranks to {what}"
+    outcomes = run_everywhere(group, attempt, wait) if unhurried else group.gather(attempt(), wait)
     faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]
     if faults:
         failed = SaveError("; ".join(faults) + ". Older checkpoints are untouched.")

@@ -225,7 +225,7 @@ class Saver:
                     pending,
                     SaveError.__name__,
                     f"rank {late} has not written its part for {self._deadline:g} s "
-                    "(launch.deadlines.save); its disk does not respond",
+                    "(launch.deadlines.save); its disk or the store does not respond",
                 )
             return
         self._pending = None

@@ -37,12 +37,14 @@ class StoredParts:
         folder: of the run, on this node.
         settings: the `checkpoint` group of the configuration.
         ranks: those of this node.
+        start: this one, which must still own the store; the folder's record may be of a later one by then.
     """
 
     store: ObjectStore
     folder: Path
     settings: Checkpoint
     ranks: range
+    start: str | None
 
     @classmethod
     def of_run(cls, run: ResolvedRun, rank: int) -> StoredParts | None:
@@ -51,7 +53,8 @@ class StoredParts:
             return None
         store = upload.open_store(run.config)
         assert store is not None
-        return cls(store, run.directory, run.config.checkpoint, run.ranks_of_folder(rank))
+        start = store_lock.read_local(run.directory).get("start")
+        return cls(store, run.directory, run.config.checkpoint, run.ranks_of_folder(rank), start)
 
     def send(self, path: Path, name: str, files: Mapping[str, Any]) -> None:
         """Upload this node's files of a checkpoint, each read back.
@@ -82,7 +85,7 @@ class StoredParts:
 
     def _run_process(self, order: dict[str, Any]) -> None:
         """Have a process of its own, of the lowest priority, carry out one order."""
-        process = upload.start_process(self.settings, self.store, self.folder, beats=False)
+        process = upload.start_process(self.settings, self.store, self.folder, self.start, beats=False)
         try:
             with contextlib.suppress(BrokenPipeError):  # it says why below
                 upload.write_line(process, {**order, "step": parse_step(order["name"])})

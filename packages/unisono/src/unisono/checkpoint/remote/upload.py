@@ -88,6 +88,7 @@ class Uploads:
         self._given: Checkpoint = config.checkpoint
         self._is_shared = config.launch.shared_folder
         self._store = open_store(config) if writing else None
+        self._start_id: str | None = store_lock.read_local(folder).get("start")
         self._process: subprocess.Popen[str] | None = None
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # checkpoints are finished by another thread
@@ -112,7 +113,12 @@ class Uploads:
 
         If a system error occurs here, the checkpoint is not uploaded, but the run continues.
         """
-        if self._store is None or self._stopped or not self._is_shared:
+        if self._store is None or self._stopped:
+            return
+        if not self._is_shared:  # it is in the store; the process that shows that the run lives may have died meanwhile
+            with self._lock:
+                if not self._ending:
+                    self._send_order({})
             return
         checkpoint = commit.read_manifest(path)
         with self._lock:
@@ -240,7 +246,7 @@ class Uploads:
 
     def _start(self) -> None:
         assert self._store is not None
-        process = start_process(self._given, self._store, self._folder)
+        process = start_process(self._given, self._store, self._folder, self._start_id)
         threading.Thread(target=self._listen, args=(process,), name="unisono-uploads", daemon=True).start()
         self._process = process
 
@@ -292,13 +298,16 @@ class Uploads:
         )
 
 
-def start_process(given: Checkpoint, store: ObjectStore, folder: Path, *, beats: bool = True) -> subprocess.Popen[str]:
+def start_process(
+    given: Checkpoint, store: ObjectStore, folder: Path, start: str | None, *, beats: bool = True
+) -> subprocess.Popen[str]:
     """Start an upload process, which then waits for orders.
 
     Args:
         given: settings of the run.
         store: of the run.
         folder: of the run.
+        start: of the run; it stops once another one owns the store.
         beats: whether it writes the run's heartbeat in the store.
     """
     kept = Retention.from_settings(given)
@@ -307,7 +316,7 @@ def start_process(given: Checkpoint, store: ObjectStore, folder: Path, *, beats:
         "options": dict(store.where.options),
         "deadline": store.where.deadline,
         "folder": str(folder.resolve()),
-        "start": store_lock.read_local(folder).get("start"),
+        "start": start,
         "retention": asdict(replace(kept, newest=given.upload.keep or kept.newest)),
         "beats": beats,
     }

@@ -107,7 +107,11 @@ class CheckpointUploader:
         self._retain(name, metric)
 
     def send(self, path: Path, name: str, files: dict[str, Any]) -> None:
-        """Upload files of a checkpoint without its manifest; see `commit`."""
+        """Upload files of a checkpoint without its manifest; see `commit`. An old manifest is removed first."""
+        manifest = f"{CHECKPOINTS}/{name}/{MANIFEST}"
+        if self._store.get(manifest) is not None:  # from another history of this run; its files will be replaced
+            self._check_owner()
+            self._store.remove(manifest)
         for file, written in files.items():
             self._upload_file(f"{CHECKPOINTS}/{name}/{file}", path / file, written["size"], written["sha256"])
 
