@@ -17,7 +17,9 @@ import pytest
 from packages.unisono.tests.checkpoint.saved import STATE, Threads, flip_bit, shards
 from unisono.checkpoint.core import commit, resume
 from unisono.checkpoint.core.commit import Snapshot
+from unisono.checkpoint.core.resume_point import NewestCheckpoint
 from unisono.checkpoint.core.retention import Retention
+from unisono.checkpoint.exchange import export
 from unisono.checkpoint.remote import node_parts, store_lock, upload
 from unisono.checkpoint.remote.node_parts import StoredParts
 from unisono.checkpoint.remote.object_store import ObjectStore
@@ -26,6 +28,7 @@ from unisono.config.resolved_run import Candidate, ResolvedRun, ResumePoint
 from unisono.config.schema.run import RunConfig
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.launch.nodes import own_folder
+from unisono.launch.resolving import resolve
 from unisono.runtime.communication import consensus
 from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError, SaveError, UploadError
@@ -289,6 +292,27 @@ def test_the_ledger_of_a_rank_is_that_of_the_node_where_it_was(tmp_path: Path, s
 
     for found in group.run(check):
         assert ("rank-00001.jsonl" in found) if stale_alone else found == []
+
+
+def test_a_part_is_not_passed_over(tmp_path: Path, store: ObjectStore) -> None:
+    """The claim: neither a start without the store nor an export takes an older checkpoint, or none, for the newest."""
+    run = resumed(tmp_path, 0)
+    saved(tmp_path, store)
+    (run.directory / "config.yaml").write_text("{}")
+    with pytest.raises(RunError, match="has only a part of the newest checkpoint, of step 4; start the run again"):
+        export.find_checkpoint(run.directory)
+    alone = make_config(run={"name": "run", "dir": str(tmp_path / "0")})
+    told = r"run has a part of step-00000004, whose other files are in the store of this run; set checkpoint\.upload"
+    with pytest.raises(RunError, match=told):
+        resolve._refuse_part_without_store(alone, run.directory, NewestCheckpoint(None))
+    resolve._refuse_part_without_store(run.config, run.directory, NewestCheckpoint(None))
+    older = commit.save_checkpoint(run.directory / "checkpoints", Snapshot(2, shards(2), STATE), SingleProcess(), 2)
+    with pytest.raises(RunError, match=r"of step 4; .* from its store, or choose an older one: step=2"):
+        export.find_checkpoint(run.directory)
+    assert export.find_checkpoint(run.directory, 2) == older
+    newer = commit.save_checkpoint(run.directory / "checkpoints", Snapshot(6, shards(6), STATE), SingleProcess(), 2)
+    assert export.find_checkpoint(run.directory) == newer
+    resolve._refuse_part_without_store(alone, run.directory, NewestCheckpoint(commit.read_manifest(newer)))
 
 
 def test_the_process_that_shows_that_the_run_lives_is_started_again(

@@ -147,11 +147,18 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """The newest checkpoint of a run, or that of a step; not yet verified.
 
     Raises:
-        RunError: if there is no run, or no such checkpoint.
+        RunError: if there is no run, or no such checkpoint, or only a part of the newest.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml){pickle_hint(folder)}")
     checkpoints = {parse_step(path.name): path for path in commit.find_checkpoints(folder / "checkpoints")}
+    known = commit.find_newest_step(folder / "checkpoints")
+    if step is None and known is not None and known > max(checkpoints, default=-1):
+        older = f", or choose an older one: step={max(checkpoints)}" if checkpoints else ""
+        raise RunError(
+            f"{folder} has only a part of the newest checkpoint, of step {known}; start the run again to fetch the "
+            f"rest from its store{older}"
+        )
     if not checkpoints:
         raise RunError(f"{folder} has no checkpoint yet")
     if step is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit, provenance, resume_point
+from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.resume_point import NewestCheckpoint
 from unisono.checkpoint.remote import restore, upload
 from unisono.config import CONFIG_FILE, batch_split, fingerprint
@@ -125,6 +126,7 @@ def plan_run(
     if config.launch.nodes > 1:  # each may have another working directory
         directory = directory.resolve()
     newest, past, random = _read_past(config, directory, held)
+    _refuse_part_without_store(config, directory, newest)
     config = _resolve_micro_batch(config, directory, past, random, micro_batch)
     if newest.checkpoint is not None and not held:
         disk_space.check_disk_space(directory, config, disk_space.newest_size(directory), 1)
@@ -275,6 +277,18 @@ def _read_past(
             past = {"config": foreign_run.read_values(directory / CONFIG_FILE)}
     provenance.check_names(config, past["config"] if past else None)
     return newest, past, newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
+
+
+def _refuse_part_without_store(config: RunConfig, directory: Path, newest: NewestCheckpoint) -> None:
+    """Refuse to go on from less than what a node has a part of, since the rest is known to be in a store."""
+    if config.checkpoint.upload.url is not None or not (parts := restore.find_partial(directory)):
+        return
+    name = parts[-1].name.removeprefix(commit.PARTIAL)
+    if newest.checkpoint is None or newest.checkpoint.step < parse_step(name):
+        raise RunError(
+            f"{directory} has a part of {name}, whose other files are in the store of this run; set "
+            f"checkpoint.upload.url, or remove {parts[-1]} to resume without it"
+        )
 
 
 def _resolve_micro_batch(

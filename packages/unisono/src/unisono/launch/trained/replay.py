@@ -156,7 +156,7 @@ def replay(
 
 
 def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
-    find_checkpoint(run)
+    find_checkpoint(run, last or first or None)
     steps = [parse_step(path.name) for path in commit.find_checkpoints(run / "checkpoints")]
     if last is None:
         last = min((step for step in steps if first is not None and step > first), default=steps[-1])
