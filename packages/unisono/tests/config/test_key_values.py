@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from pydantic import Field
 
 from unisono.config.key_values import parse_settings
+from unisono.config.schema import Settings
 from unisono.config.schema.verbs import Export
 from unisono.proof.cases import ProofSettings
 from unisono.proof.scripts.script_proof import ScriptSettings
@@ -42,3 +46,19 @@ def test_all_words_that_do_not_fit_are_named() -> None:
         "steps: input should be a valid integer, unable to parse string as an integer, got 'one'; "
         "global_batch: input should be greater than 0, got 0"
     )
+
+
+class Variables(Settings):
+    env: dict[str, str] = Field({})
+
+
+def test_names_are_given_in_one_word_or_in_a_word_each() -> None:
+    """The claim: neither way hides the other, in any order, and a name is not empty."""
+    assert parse_settings(["env.A=x", "env.B=2"], Variables)[0].env == {"A": "x", "B": "2"}
+    assert parse_settings(["env={A: x}"], Variables)[0].env == {"A": "x"}
+    twice = "'env' is given twice: as env=… and as env.NAME=…; use one of them"
+    for words in (["env={A: x}", "env.B=2"], ["env.B=2", "env={A: x}"]):
+        with pytest.raises(ConfigError, match=re.escape(twice)):
+            parse_settings(words, Variables)
+    with pytest.raises(ConfigError, match=re.escape("'env.=…' names no variable: write env.NAME=VALUE")):
+        parse_settings(["env.=x"], Variables)

@@ -33,19 +33,33 @@ def parse_settings(words: Sequence[str], kind: Any) -> tuple[Any, list[str]]:
 
 
 def split_words(words: Sequence[str], kind: Any) -> tuple[dict[str, Any], list[str]]:
-    """The words that are settings of a kind, by key, and the others; none is looked at more closely."""
+    """The words that are settings of a kind, by key, and the others; no value is looked at more closely.
+
+    Raises:
+        ConfigError: for a name that is empty, and names beside a word that has them all.
+    """
     own: dict[str, Any] = {}
     rest = []
     for word in words:
         key, sign, text = word.partition("=")
         above, dot, name = key.partition(".")
         if sign and key in kind.model_fields:
+            if isinstance(own.get(key), dict):
+                raise _given_twice(key)
             own[key] = text
         elif sign and dot and above in kind.model_fields and kind.model_fields[above].annotation == dict[str, str]:
-            own.setdefault(above, {})[name] = text
+            if not name:
+                raise ConfigError(f"'{above}.=…' names no variable: write {above}.NAME=VALUE, one word for each")
+            if not isinstance(names := own.setdefault(above, {}), dict):
+                raise _given_twice(above)
+            names[name] = text
         else:
             rest.append(word)
     return own, rest
+
+
+def _given_twice(key: str) -> ConfigError:
+    return ConfigError(f"'{key}' is given twice: as {key}=… and as {key}.NAME=…; use one of them")
 
 
 def _validate(words: Mapping[str, Any], kind: Any) -> Any:
