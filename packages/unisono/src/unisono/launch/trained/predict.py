@@ -1,9 +1,9 @@
 """The verb `predict`, which every task has: rows in, and a table with predictions and known values out.
 
 A task defines the columns by `predictions` (the protocol `Predictive`). Without it, a classifier gets `prediction`,
-`probability` and `truth` (`launch.class_columns`); for other tasks the columns are the tensors that `outputs` returns,
-row by row, and the numbers in the batch, including targets. Only .jsonl and .parquet have arrays of any size: in a text
-table, a cell of thousands of numbers helps nobody.
+`probability` and `truth` (`launch.trained.class_columns`); for other tasks the columns are the tensors that `outputs`
+returns, row by row, and the numbers in the batch, including targets. Only .jsonl and .parquet have arrays of any size:
+in a text table, a cell of thousands of numbers helps nobody.
 """
 
 from __future__ import annotations
