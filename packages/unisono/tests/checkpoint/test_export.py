@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +26,8 @@ from packages.unisono.tests.tasks import LinearTask
 from unisono.checkpoint.core import commit, manifest
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.exchange import export, hf_shards
+from unisono.checkpoint.exchange.collective_export import write_weights
+from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
 from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
@@ -198,6 +202,36 @@ def test_the_first_writer_that_fails_ends_the_export_and_the_others_and_leaves_n
         export.export(run, words)
     assert not list(tmp_path.glob("folder*"))
     assert len(begun) < 4
+
+
+def test_a_writer_that_is_stopped_converts_nothing_more(tmp_path: Path) -> None:
+    """The claim: arrays that are converted as a whole, which takes longest, are no exception."""
+    stopped, converted = Event(), list[float]()
+
+    def convert(array: Tensor) -> dict[str, Tensor]:
+        converted.append(float(array[0]))
+        stopped.set()
+        return {str(int(array[0])): array}
+
+    entries = [TensorEntry(str(n), torch.float32, (2,)) for n in range(3)]
+    form = ExportFormat("", tuple(Output(one, one.name, convert) for one in entries), "model", False, lambda path: None)
+    files = hf_shards.plan_files(entries, 1e6, "model")
+    plan = export.Plan(form, files, {one.name: (2,) for one in entries}, lambda name, *_: torch.full((2,), float(name)))
+    with pytest.raises(CancelledError):
+        export.write(plan, tmp_path, {file.name for file in files}, stopped)
+    assert converted == [0.0]
+
+
+def test_a_run_for_whose_environment_the_disk_has_no_room_is_told_what_it_can_change(tmp_path: Path) -> None:
+    run, plan = made(tmp_path / "run", TENSORS), export.plan_checkpoint
+    shards = [ArrayShard(name, tuple(value.shape), (0,) * value.dim(), value) for name, value in TENSORS.items()]
+    (tmp_path / "folder").mkdir()
+    with (
+        mock.patch.object(export, "plan_checkpoint", lambda *of: plan(*of[:2], Export(to="safetensors"))),
+        mock.patch.object(export.shutil, "disk_usage", lambda path: SimpleNamespace(free=50)),
+        pytest.raises(RunError, match=r"0\.0 MB left; free disk space, or leave out eval\.environment$"),
+    ):
+        write_weights(run, tmp_path / "folder", 3, shards, SingleProcess())
 
 
 BOUNDED = """

@@ -263,14 +263,19 @@ def assign_files(files: Sequence[TensorFile], count: int) -> list[list[str]]:
     return [names for _, names in shares]
 
 
-def check_room(out: Path, size: int) -> None:
-    """Refuse an export for which the disk has no room."""
+def check_room(out: Path, size: int, advice: str = "choose another out=DIR, or a smaller dtype=bf16") -> None:
+    """Refuse an export for which the disk has no room.
+
+    Args:
+        out: its folder.
+        size: in bytes.
+        advice: what else can be done than to free disk space.
+    """
     existing = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < size:
         raise RunError(
-            f"{out} needs {size / 1e6:.1f} MB, but {existing} has {free / 1e6:.1f} MB left; free disk space, choose "
-            "another out=DIR, or a smaller dtype=bf16"
+            f"{out} needs {size / 1e6:.1f} MB, but {existing} has {free / 1e6:.1f} MB left; free disk space, {advice}"
         )
 
 
@@ -286,16 +291,20 @@ def _write_together(plan: Plan, folder: Path, shares: Sequence[list[str]]) -> No
 
 
 def write(plan: Plan, folder: Path, names: set[str], stopped: Event | None = None) -> None:
-    """Write these files of a plan; once `stopped` is set, raise before the next block."""
+    """Write these files of a plan; once `stopped` is set, raise before the next block or tensor."""
     outputs = {output.entry.name: output for output in plan.form.outputs}
     converted: dict[str, Mapping[str, Tensor]] = {}  # the tensors that the last array was converted to
 
+    def go_on() -> None:
+        if stopped is not None and stopped.is_set():
+            raise CancelledError
+
     def content(entry: TensorEntry) -> Iterator[Tensor]:
+        go_on()
         output = outputs[entry.name]
         if output.convert is None:
             for piece in hf_shards.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
-                if stopped is not None and stopped.is_set():
-                    raise CancelledError
+                go_on()
                 yield _cast(plan.read(output.source, *piece), entry)
             return
         if output.source not in converted:
@@ -303,6 +312,7 @@ def write(plan: Plan, folder: Path, names: set[str], stopped: Event | None = Non
             shape = plan.shapes[output.source]
             whole = _cast(plan.read(output.source, (0,) * len(shape), shape), entry)
             with _CONVERTING:
+                go_on()  # it may have waited for the others' conversions
                 converted[output.source] = output.convert(whole)
         yield converted[output.source][entry.name]
 
