@@ -228,6 +228,7 @@ def littered(unisono: Command) -> Path:
     (run / "checkpoints" / "damaged-step-00000001").mkdir()
     (run / "checkpoints" / "damaged-step-00000001" / "rank-00000.safetensors").write_bytes(bytes(50_000))
     (run / "replays").mkdir()
+    (run / ".evaluated-0123" / "model").mkdir(parents=True)
     (run / "events.jsonl.0123.writing").touch()
     return run
 
@@ -238,7 +239,7 @@ def test_clean_says_what_would_be_freed_and_removes_nothing_without_a_yes(
     before = sorted(littered.rglob("*"))
     code, told, error = unisono("clean")
     assert (code, "add --yes" in error) == (2, True)
-    assert "damaged-step-00000001  (a damaged checkpoint)" in told and "4 entries, 5" in told
+    assert "damaged-step-00000001  (a damaged checkpoint)" in told and "5 entries, 5" in told
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdin.readline", lambda: "\n", raising=False)
     assert unisono("clean")[1].endswith("Remove it? [y/N]\nnothing was removed\n")
@@ -248,7 +249,7 @@ def test_clean_says_what_would_be_freed_and_removes_nothing_without_a_yes(
 def test_clean_removes_leftovers_and_leaves_what_the_run_needs(littered: Path, unisono: Command):
     assert unisono("clean", littered, "--yes")[0] == 0
     assert [path.name for path in sorted((littered / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
-    assert not (littered / "replays").exists()
+    assert not (littered / "replays").exists() and not list(littered.glob(".evaluated*"))
     assert unisono("evaluate", littered)[0] == 2  # LinearTask holds no rows out; the checkpoint is opened first
     assert unisono("clean", "runs")[1] == "there is nothing to remove in runs\n"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unisono.evaluation.benchmarks import run_benchmark
+from unisono.evaluation.benchmarks import run_benchmark, run_on_weights
 from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import DeadlineError, RunError
 
@@ -91,6 +92,27 @@ def test_a_benchmark_that_asks_nothing_is_given_up_at_its_deadline() -> None:
     with pytest.raises(DeadlineError, match=r"eval\.squares has asked the model nothing for 0\.2 s, nor ended"):
         run_benchmark(Silent(1), SingleProcess(), square, batch=2, deadline=0.2)
     released.set()
+
+
+def test_the_deadline_of_a_benchmark_that_loads_the_weights_is_that_of_the_whole(tmp_path: Path) -> None:
+    """And what it has begun is ended, and its folder is gone."""
+
+    class Loads:
+        name, prefix = "eval.loads", "loads/"
+
+        def measure_folder(self, folder: Path) -> Mapping[str, float]:
+            assert folder.name == "model"
+            stopped.wait(30)
+            return {}
+
+        def stop(self) -> None:
+            stopped.set()
+
+    stopped = threading.Event()
+    with pytest.raises(DeadlineError, match=r"^eval\.loads has not ended after 0\.2 s; if that is not a fault"):
+        run_on_weights(Loads(), SingleProcess(), lambda path: path / "model", tmp_path / "weights", deadline=0.2)
+    assert stopped.is_set()
+    assert not (tmp_path / "weights").exists()
 
 
 @pytest.mark.parametrize("where", ["measure", "answer"])

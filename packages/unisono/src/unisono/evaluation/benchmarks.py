@@ -3,7 +3,8 @@
 Rank 0 alone runs a benchmark, so that the libraries, downloads and programs of others exist once. Whenever it asks the
 model, every process computes a share of the rows, so any layout can answer. Batches do not depend on the number of
 processes, so the answers do not either. Meanwhile the benchmark has a thread of its own: the process itself reports
-once a second that it is alive, and ends a benchmark that has asked nothing until its deadline.
+once a second that it is alive, and ends a benchmark that has asked nothing, or an environment that has not ended, until
+its deadline.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def run_benchmark(
     deadline: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
     leaving: Callable[[], bool] = lambda: False,
+    asks: bool = True,
 ) -> dict[str, float]:
     """The values of a benchmark, on every rank; collective.
 
@@ -49,13 +51,14 @@ def run_benchmark(
         deadline: seconds without a question after which the benchmark is given up.
         progress: is given the rows of a question that are answered, and those in all.
         leaving: whether this process has to end.
+        asks: whether it asks anything; otherwise `deadline` is that of the whole benchmark.
 
     Raises:
         EvaluationInterruptedError: on every rank, if one of them has to end.
         DeadlineError: on every rank, if the benchmark asks nothing until its deadline.
         UnisonoError: of the benchmark.
     """
-    leader = _Leader(benchmark, batch * channel.size, deadline) if channel.rank == 0 else None
+    leader = _Leader(benchmark, batch * channel.size, deadline, asks) if channel.rank == 0 else None
     try:
         while True:
             with heartbeat.phase("evaluate", benchmark.name):
@@ -115,7 +118,7 @@ def run_on_weights(
         with heartbeat.phase("evaluate", f"the weights for {benchmark.name}"):
             weights = write(folder)
         asked = _OnWeights(benchmark, weights)
-        return run_benchmark(asked, channel, _asks_nothing, batch=1, deadline=deadline, leaving=leaving)
+        return run_benchmark(asked, channel, _asks_nothing, batch=1, deadline=deadline, leaving=leaving, asks=False)
     finally:
         if channel.rank == 0:
             benchmark.stop()
@@ -147,8 +150,9 @@ class _Leader:
         answers: to each question, one per row; None if there will be none.
     """
 
-    def __init__(self, benchmark: Benchmark, rows_together: int, deadline: float) -> None:
+    def __init__(self, benchmark: Benchmark, rows_together: int, deadline: float, asks: bool) -> None:
         self._benchmark, self._rows_together, self._deadline = benchmark, rows_together, deadline
+        self._asks = asks
         self.answers: queue.SimpleQueue[list[Json] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[dict[str, Json] | Exception] = queue.SimpleQueue()
         self._last = time.monotonic()
@@ -160,9 +164,13 @@ class _Leader:
             event = self._events.get(timeout=_SIGN_OF_LIFE)
         except queue.Empty:
             if time.monotonic() - self._last > self._deadline:
+                late = (
+                    f"asked the model nothing for {self._deadline:g} s, nor ended"
+                    if self._asks
+                    else f"not ended after {self._deadline:g} s"
+                )
                 raise DeadlineError(
-                    f"{self._benchmark.name} has asked the model nothing for {self._deadline:g} s, nor ended; if that "
-                    "is not a fault, set launch.deadlines.evaluate higher"
+                    f"{self._benchmark.name} has {late}; if that is not a fault, set launch.deadlines.evaluate higher"
                 ) from None
             return {}
         self._last = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from unisono.checkpoint.core import provenance, resume
+from unisono.checkpoint.core.leftovers import EVALUATED
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.remote import restore
 from unisono.checkpoint.remote.upload import open_store
@@ -27,12 +29,10 @@ from unisono.optim.schedules import ScheduledScalars
 from unisono.protocols import Benchmark, WeightsBenchmark, require_benchmarks, require_environments
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
-from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.supervise import preemption
 from unisono.task import Batch, Task, run_setup
-
-_WEIGHTS = ".evaluated"  # folder of a run, while a program that is not ours loads the weights
 
 
 class TrainingParts:
@@ -135,11 +135,18 @@ class TrainingParts:
                 self._environment,
                 self._communicator,
                 lambda folder: self._write_weights(folder, step),
-                self._run.directory / _WEIGHTS,
+                self._weights_folder(),
                 deadline=self._run.config.launch.deadlines.evaluate,
                 leaving=_is_leaving,
             )
         return values
+
+    def _weights_folder(self) -> Path:
+        """Where an environment loads the weights; a command that only reads the run has a folder of its own."""
+        if self._writing:
+            return self._run.directory / EVALUATED
+        name = share_first(self._communicator, lambda: f"{EVALUATED}-{uuid.uuid4().hex[:12]}", "a name for the weights")
+        return self._run.directory / str(name)
 
     def _write_weights(self, folder: Path, step: int) -> Path:
         from unisono.checkpoint.exchange import collective_export  # imports torch

@@ -19,6 +19,8 @@ from unisono.config.schema.run import Checkpoint
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, remove_folder
 
+EVALUATED = ".evaluated"  # how folders of a run begin that have its weights while a program that is not ours loads them
+
 
 @dataclass(frozen=True)
 class Leftover:
@@ -48,6 +50,7 @@ def find_leftovers(run: Path, keep: int | None = None) -> list[Leftover]:
     found = [Leftover(path, "of an interrupted save") for path in commit.find_interrupted(checkpoints)]
     found += [Leftover(path, "a damaged checkpoint") for path in sorted(checkpoints.glob("damaged-step-*"))]
     found += [Leftover(path, "half-written") for path in sorted(run.glob(f"*{TEMPORARY_SUFFIX}"))]
+    found += [Leftover(path, "weights of an evaluation that was killed") for path in sorted(run.glob(f"{EVALUATED}*"))]
     found += [Leftover(path, "repeated steps that differed (unisono replay)") for path in sorted(run.glob("replays"))]
     if keep is not None:
         found += [Leftover(path, "an older checkpoint") for path in _older_checkpoints(run, keep)]

@@ -163,7 +163,7 @@ class Deadlines(Settings):
     shape: Positive = Field(300.0, description="the first step, and one with a new shape where models are compiled")
     data: Positive = Field(600.0, description="the next micro-batch")
     save: Positive = Field(1800.0, description="writing a checkpoint or a step's records")
-    evaluate: Positive = Field(600.0, description="between two batches of an evaluation")
+    evaluate: Positive = Field(600.0, description="between two batches of an evaluation; a whole eval.environment")
 
 
 class Launch(Settings):
