@@ -18,9 +18,9 @@ from recipes.language.tests.corpora import DIFFICULT, overrides, sentences, word
 from unisono.cli import main
 from unisono.launch.trained.run import evaluate
 from unisono.runtime.errors import ConfigError
+from unisono_language.data import by_source
 from unisono_language.data.texts import Texts
 from unisono_language.data.tokenizer import load_tokenizer, train_tokenizer
-from unisono_language.evaluation import by_source
 from unisono_language.settings import CorpusFiles
 
 NAMES = ("books", "code", "news")

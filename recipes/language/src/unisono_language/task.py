@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import has_content, real_tensors, safe_paths, write_whole
 from unisono_language import losses, settings
-from unisono_language.data import chat, library, preferences
+from unisono_language.data import by_source, chat, library, preferences
+from unisono_language.data.by_source import SourceRow
 from unisono_language.data.chat import IGNORED, ChatTemplate
 from unisono_language.data.library import Library
 from unisono_language.data.preferences import Pair
 from unisono_language.data.tokenizer import BESIDE, FILE, Tokenizer, load_tokenizer
-from unisono_language.evaluation import by_source
-from unisono_language.evaluation.by_source import SourceRow
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, Mapped, Source, Subset, hold_out
-from unisono_language.data import tokens
+from unisono_language.data import by_source, tokens
 from unisono_language.data.chat import ChatTemplate, check_template
 from unisono_language.data.conversations import Conversations
 from unisono_language.data.texts import Texts, digest
 from unisono_language.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from unisono_language.data.tokens import TokenisePreparation, TokenStore
-from unisono_language.evaluation import by_source
 from unisono_language.settings import Chat, Corpus, Documents, Preferences, PreparedDocuments
 
 Tokens = NDArray[np.int64]

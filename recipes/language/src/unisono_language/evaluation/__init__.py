@@ -1,1 +1,1 @@
-"""What a model is asked besides its loss: benchmarks, prompts, sources one by one."""
+"""What a model is asked besides its loss: benchmarks and prompts."""
