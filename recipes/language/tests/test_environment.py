@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +20,8 @@ import unisono.launch.trained.run
 from recipes.language.tests.chats import CHATML, assistant, chat_model, user, write_rows
 from recipes.language.tests.corpora import TEXTS, trained, write_jsonl
 from unisono.observe.events import read_events
+from unisono_language.evaluation import environment_process
+from unisono_language.evaluation.environment import Environment
 
 ANSWERS = {"who sleeps?": "the lazy dog", "who jumps?": "the quick brown fox"}
 TASKS = '''
@@ -188,3 +192,70 @@ def test_the_missing_package_is_named(base: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(unisono.ConfigError, match=r"eval\.environment needs .*pip install 'unisono\[environments\]'"):
         unisono.train("language", words(base, tmp_path))
+
+
+# processes beside -----------------------------------------------------------------------------------------------------
+
+HEALTH = """
+import http.server, os, sys, threading
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+threading.Timer(20, os._exit, [1]).start()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_the_server_is_asked_past_proxies_on_a_port_that_nobody_else_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim: neither a proxy nor the server of another run answers for it, also while it loads its libraries."""
+
+    def start(command: list[str], **rest: Any) -> subprocess.Popen[bytes]:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(command[-1])))
+        return subprocess.Popen([sys.executable, "-c", HEALTH, command[-1]], **rest)
+
+    for name, value in {"http_proxy": "http://127.0.0.1:9", "no_proxy": "example.org", "NO_PROXY": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment_process, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    environment_process._ask_without_proxies()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    with environment_process._server(tmp_path / "model", tmp_path / "log") as url:
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        assert environment_process._is_up(port)
+    assert not environment_process._is_up(port)
+
+
+def test_an_environment_that_was_stopped_before_it_began_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Environment("own-questions", None, [])
+    monkeypatch.setattr(subprocess, "Popen", None)
+    played.stop()
+    with pytest.raises(unisono.RunError, match="own-questions was given up"):
+        played.measure_folder(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_process_ends_within_seconds_though_its_threads_wait() -> None:
+    """The claim: a signal ends it where the rank is gone, too, which would kill it otherwise."""
+    code = """
+import asyncio, signal, time
+from unisono_language.evaluation import environment_process
+signal.signal(signal.SIGTERM, environment_process._end)
+async def play():
+    waits = asyncio.get_running_loop().run_in_executor(None, time.sleep, 120)
+    print("up", flush=True)
+    await waits
+asyncio.run(play())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            process.terminate()
+            assert process.wait(30) == -signal.SIGALRM
+        finally:
+            process.kill()

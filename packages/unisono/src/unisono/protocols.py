@@ -229,7 +229,7 @@ class WeightsBenchmark(Protocol):
         """
 
     def stop(self) -> None:
-        """End whatever `measure_folder` has started, at once; called on rank 0, also where nothing runs."""
+        """End whatever `measure_folder` has started, at once; called on rank 0, also where nothing runs or runs yet."""
 
 
 @runtime_checkable

@@ -118,10 +118,13 @@ def run_on_weights(
         with heartbeat.phase("evaluate", f"the weights for {benchmark.name}"):
             weights = write(folder)
         asked = _OnWeights(benchmark, weights)
-        return run_benchmark(asked, channel, _asks_nothing, batch=1, deadline=deadline, leaving=leaving, asks=False)
+        try:
+            return run_benchmark(asked, channel, _asks_nothing, batch=1, deadline=deadline, leaving=leaving, asks=False)
+        finally:
+            if channel.rank == 0:
+                benchmark.stop()
     finally:
         if channel.rank == 0:
-            benchmark.stop()
             remove_folder(folder)
 
 

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -76,6 +77,7 @@ class Environment:
         self._module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_").lower()  # as verifiers reads it
         self.prefix = f"environment/{self._module}/"
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting, self._given_up = threading.Lock(), False
 
     def check(self) -> None:
         """Refuse an environment that there is not; its code is imported when it is played."""
@@ -91,8 +93,7 @@ class Environment:
                 f"{Path.cwd()}; install the environment, or start where its module is"
             )
 
-    def measure_folder(self, folder: Path) -> Mapping[str, float]:
-        """The mean reward, each reward and metric of the environment, and how many episodes failed."""
+    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
         beside = folder.parent
         asked = {
             "model": str(folder), "name": self._asked, "limit": self._limit, "result": str(beside / _RESULT),
@@ -101,11 +102,20 @@ class Environment:
         (beside / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
         command = [sys.executable, "-m", "unisono_language.evaluation.environment_process", str(beside / "asked.json")]
         with (beside / _ERRORS).open("wb") as errors:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, str(os.getpid())], stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
                 start_new_session=True,
             )  # fmt: skip
-        if self._process.wait():
+
+    def measure_folder(self, folder: Path) -> Mapping[str, float]:
+        """The mean reward, each reward and metric of the environment, and how many episodes failed."""
+        beside = folder.parent
+        with self._starting:
+            given_up, self._given_up = self._given_up, False
+            if given_up:
+                raise RunError(f"{_SETTING}={self._asked} was given up")
+            process = self._process = self._start(folder)
+        if process.wait():
             lines = safe_paths.read_bytes(beside, _ERRORS).decode(errors="replace").split("\n")
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
             raise RunError(f"{_SETTING}={self._asked}: {last}")
@@ -114,8 +124,10 @@ class Environment:
         return {f"{self.prefix}{name}": value for name, value in found["values"].items()}
 
     def stop(self) -> None:
-        """End the environment, its programs and the server."""
-        process, self._process = self._process, None
+        """End the environment, its programs and the server; a measurement whose thread is late starts none."""
+        with self._starting:
+            process, self._process = self._process, None
+            self._given_up = process is None
         if process is None:
             return
         process.terminate()

@@ -29,6 +29,7 @@ _HOST = "127.0.0.1"
 _TOGETHER = 8  # episodes that are played at once
 _SHOWN = 8  # answers that are kept to be read
 _TOKENS = 256  # of an answer, where the environment gives no bound
+_GRACE = 5  # seconds in which it may end what it has started
 _NO_KEY = "UNISONO_NO_KEY"  # a variable that is not set: the server asks for no key
 _DEATH_SIGNAL = 1  # of prctl
 
@@ -44,12 +45,26 @@ class _Asked(TypedDict):
 def main() -> None:
     """Play the environment that a JSON file describes, and write what came of it beside."""
     end_with(int(sys.argv[2]), signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
+    signal.signal(signal.SIGTERM, _end)
+    _ask_without_proxies()
     path = Path(sys.argv[1])
     asked = safe_paths.read_json(path.parent, path.name, _Asked)
     with _server(Path(asked["model"]), Path(asked["log"])) as url:
         found = asyncio.run(_play(asked["name"], asked["limit"], asked["model"], url))
     Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _end(number: int, frame: object) -> None:
+    """End the server, too; within seconds, though asyncio waits for threads that wait for an answer."""
+    signal.alarm(_GRACE)  # ends this process, and the kernel the server
+    sys.exit(128 + number)
+
+
+def _ask_without_proxies() -> None:
+    """Have all clients here and below reach this host itself, whatever proxies the environment names."""
+    named = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).strip()
+    if named != "*":  # urllib knows it only alone
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (named, _HOST, "localhost")))
 
 
 def end_with(parent: int, number: int) -> None:
@@ -63,28 +78,32 @@ def end_with(parent: int, number: int) -> None:
 @contextmanager
 def _server(model: Path, log: Path) -> Iterator[str]:
     """The address of a server that answers for a model, on a free port of this machine alone."""
-    with socket.socket() as free:
-        free.bind((_HOST, 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--host", _HOST,
-        "--port", str(port),
-    ]  # fmt: skip
-    parent = os.getpid()
-    with log.open("wb") as output:
+    with socket.socket() as held, log.open("wb") as output:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_HOST, 0))
+        port = held.getsockname()[1]
+        if sys.platform != "linux":
+            held.close()  # Linux lets the server have the port of a socket that does not listen, and nobody else
+        command = [
+            sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--host", _HOST,
+            "--port", str(port),
+        ]  # fmt: skip
+        parent = os.getpid()
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1"}, preexec_fn=lambda: end_with(parent, signal.SIGKILL),
         )  # fmt: skip
-    try:
-        while not _is_up(port):
-            if server.poll() is not None:
-                sys.exit(f"the server ended before it was up: {_last_line(log)}")
-            time.sleep(0.1)
-        yield f"http://{_HOST}:{port}/v1"
-    finally:
-        server.kill()
-        server.wait()
+        try:
+            while True:
+                if server.poll() is not None:
+                    sys.exit(f"the server ended before it was up: {_last_line(log)}")
+                if _is_up(port):
+                    break
+                time.sleep(0.1)
+            yield f"http://{_HOST}:{port}/v1"
+        finally:
+            server.kill()
+            server.wait()
 
 
 def _is_up(port: int) -> bool:
