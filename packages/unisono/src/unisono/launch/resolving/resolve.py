@@ -126,7 +126,6 @@ def plan_run(
     if config.launch.nodes > 1:  # each may have another working directory
         directory = directory.resolve()
     newest, past, random = _read_past(config, directory, held)
-    _refuse_part_without_store(config, directory, newest)
     config = _resolve_micro_batch(config, directory, past, random, micro_batch)
     if newest.checkpoint is not None and not held:
         disk_space.check_disk_space(directory, config, disk_space.newest_size(directory), 1)
@@ -138,6 +137,7 @@ def plan_run(
         if point is None:
             provenance.check_compatible(str(directory), provenance.compare(past, here, config, random), config)
         _refuse_other_statistics(directory, past["config"], config)
+    _refuse_part_without_store(config, directory, newest)  # whose run it is has been decided
     return ResolvedRun(config, directory, point)
 
 
