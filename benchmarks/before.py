@@ -4,10 +4,9 @@
 
 The commit is checked out into a temporary folder. Each round runs every piece of work three times, in processes of
 their own and in turn: under the earlier code, under this one, and under the earlier one again, which shows by how much
-two runs of the same code differ. What they do is `before_work.py` of this checkout, with
-names that both commits export. Runs
-lie in memory (`/dev/shm`, where there is one), so that no disk is measured. Figures are medians, ratios those of the
-medians; above 1 is slower.
+two runs of the same code differ. What they do is `before_work.py` of this checkout, with names that both commits
+export. Runs lie in memory (`/dev/shm`, where there is one), so that no disk is measured. Figures are medians, ratios
+those of the medians; above 1 is slower.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks import page
 
 ROOT = Path(__file__).parents[1]
 SHARED_MEMORY = Path("/dev/shm")
@@ -99,17 +100,17 @@ def main() -> None:
     parser.add_argument("commit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     results: dict[str, dict[str, list[float]]] = {kind: {} for kind in ("before", "now", "again")}
     loads = []
-    with checkout_commit(asked.commit) as old, tempfile.TemporaryDirectory(dir=memory) as name:
+    with checkout_commit(arguments.commit) as old, tempfile.TemporaryDirectory(dir=memory) as name:
         rows = Path(name) / "rows"
         rows.mkdir()
         write_rows(rows)
         for tree in (old, ROOT):
             subprocess.run([sys.executable, "-m", "compileall", "-q", *sources_of(tree).split(os.pathsep)], check=True)
-        for number in range(asked.rounds):
+        for number in range(arguments.rounds):
             kinds = {"before": old, "now": ROOT, "again": old}
             for piece in PIECES:
                 for kind in list(kinds)[number % 3 :] + list(kinds)[: number % 3]:
@@ -118,19 +119,17 @@ def main() -> None:
                     for title, value in measure(kinds[kind], piece, rows, runs).items():
                         results[kind].setdefault(title, []).append(value)
             loads.append(os.getloadavg()[0])
-            print(f"round {number + 1} of {asked.rounds}, load {loads[-1]:.1f}", flush=True)
+            print(f"round {number + 1} of {arguments.rounds}, load {loads[-1]:.1f}", flush=True)
         short = subprocess.run(
-            ["git", "-C", ROOT, "rev-parse", "--short=8", asked.commit], capture_output=True, text=True, check=True
+            ["git", "-C", ROOT, "rev-parse", "--short=8", arguments.commit], capture_output=True, text=True, check=True
         ).stdout.strip()
     about = (
-        f"Medians of {asked.rounds} rounds beside {short}, load {statistics.median(loads):.1f}, of which "
+        f"Medians of {arguments.rounds} rounds beside {short}, load {statistics.median(loads):.1f}, of which "
         f"what is measured is 1; {platform.machine()}, {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}."
     )
     text = "\n".join([*table(results), "", about])
     print(f"\n{text}")
-    if asked.write:
-        from benchmarks import page
-
+    if arguments.write:
         page.put("before", text)
 
 

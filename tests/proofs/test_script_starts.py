@@ -9,7 +9,7 @@ import torch
 
 from unisono.cli import script
 from unisono.proof.scripts.judging.script_comparison import Report
-from unisono.proof.scripts.script_proof import prove_script, read_words
+from unisono.proof.scripts.script_proof import parse_script_settings, prove_script
 from unisono.runtime.errors import ConfigError, RunError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -51,7 +51,7 @@ main()
 
 
 def prove(target: Path | str, arguments: list[str], *settings: str) -> Report:
-    return prove_script(target, arguments, read_words(["steps=2", *settings]), quiet=True)
+    return prove_script(target, arguments, parse_script_settings(["steps=2", *settings]), quiet=True)
 
 
 @pytest.mark.slow

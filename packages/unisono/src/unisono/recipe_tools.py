@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from unisono.runtime.files import atomic_file, cache_entry, make_private, pickle_hint, write_whole
     from unisono.runtime.untrusted import safe_paths
     from unisono.runtime.untrusted.hdf5 import check_hdf5
+    from unisono.supervise.processes import die_with_process
 
 _HOME = {
     "PromoteToDouble": "engines.torch.numerics.precision",
     "atomic_file": "runtime.files",
     "cache_entry": "runtime.files",
     "check_hdf5": "runtime.untrusted.hdf5",
+    "die_with_process": "supervise.processes",
     "find_duplicates": "runtime.errors",
     "format_examples": "runtime.errors",
     "format_share": "runtime.errors",
@@ -52,6 +54,7 @@ __all__ = [
     "atomic_file",
     "cache_entry",
     "check_hdf5",
+    "die_with_process",
     "find_duplicates",
     "format_examples",
     "format_share",

@@ -20,9 +20,9 @@ from pydantic import Field, PositiveInt
 from unisono.config import schema
 from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Hosts, Job
-from unisono.launch.processes import fork_server
 from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
+from unisono.supervise.processes import die_with_process
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"  # which PyTorch for ROCm reads too
@@ -159,7 +159,7 @@ class _Process:
         def confine() -> None:
             if share.cores and hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, share.cores)
-            fork_server.die_with_process(launcher)
+            die_with_process(launcher)
 
         with job.console.open("ab") as console:
             self._process = subprocess.Popen(

@@ -24,10 +24,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from unisono.config import schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
-from unisono.launch.processes import fork_server
 from unisono.runtime.code.entry_points import import_extra
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
+from unisono.supervise.processes import die_with_process
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 from unisono_sweeps.launchers.hosts import console_of, join_words, list_cores, refuse_misfit
 
@@ -200,7 +200,7 @@ class Host:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: fork_server.die_with_process(actor),
+                preexec_fn=lambda: die_with_process(actor),
             )
 
     def poll(self) -> int | None:

@@ -67,7 +67,7 @@ def count_processes(words: Sequence[str]) -> int:
 
 
 def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSettings]:
-    from unisono.proof.scripts.script_proof import read_words
+    from unisono.proof.scripts.script_proof import parse_script_settings
 
     names: list[str] = []
     with suppress(OSError, SyntaxError, ValueError):
@@ -84,7 +84,7 @@ def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSett
     if end < begin:
         raise ConfigError("-m stands without a module: unisono prove -m package.train worlds=[1,2] -- its arguments")
     target = " ".join(words[:2]) if words[0] == "-m" else Path(words[0])
-    return target, list(words[end + 1 :]), read_words(words[begin:end])
+    return target, list(words[end + 1 :]), parse_script_settings(words[begin:end])
 
 
 def _asks_for_script(words: Sequence[str]) -> bool | None:

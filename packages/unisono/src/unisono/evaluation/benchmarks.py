@@ -109,8 +109,7 @@ def run_on_weights(
     """
 
     def begin() -> None:
-        if folder.exists():
-            remove_folder(folder)
+        remove_folder(folder)
         folder.mkdir()
 
     share_first(channel, begin, f"a folder for {benchmark.name}")

@@ -159,7 +159,7 @@ def _launch_on_node(request: Request, task: Task, server: ForkServer | None) -> 
             elif node.rank:
                 run = own_folder.take_over(run, config, shared["owner"], token, stack)
             else:
-                run = own_folder.keep_folder(run)
+                run = own_folder.from_newest_alone(run)
 
         def prepare() -> dict[str, Any]:
             return preflight.preflight(task, config).facts  # with this host's files and caches

@@ -131,7 +131,7 @@ def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:
     else:
         yield ComparedQuantity(name, "PASS")
     # in any step: updates of a fixed size (by the sign) may end where they began
-    moved = {n for n in begun for each in after if n in each and not np.array_equal(begun[n], each[n])}
+    moved = {n for n in begun if any(n in each and not np.array_equal(begun[n], each[n]) for each in after)}
     still = [n for n in facts.trainable if n in with_gradient and n in begun and n not in moved]
     if (meant := [n for n in still if n in facts.untrained]) and meant == still:
         why = f"no optimizer changes {join_names(meant)}; if that is meant, they need no gradient (requires_grad=False)"

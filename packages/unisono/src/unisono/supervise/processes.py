@@ -5,8 +5,10 @@ A process is identified by its id and its start time, since ids are reused.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 _PATIENCE = 5.0  # seconds for killed processes to disappear
 STATES = {
     "T": "stopped by a signal such as SIGSTOP",
@@ -118,6 +121,17 @@ def describe_kernel_state(pid: int) -> str:
             if text := (_PROC / str(pid) / name).read_text(errors="replace").strip():
                 parts.append(f"{name}: {text}")
     return "\n".join(parts)
+
+
+def die_with_process(parent: int | None, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends (on Linux); at once if the parent is gone.
+
+    The parent is the thread that started this process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), number)
 
 
 def count_oom_kills() -> int:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from unisono.proof.scripts.script_proof import read_words
+from unisono.proof.scripts.script_proof import parse_script_settings
 from unisono.proof.scripts.start.launch_variables import launch_variables, wants_fabric
 from unisono.runtime.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_a_fabric_that_was_not_launched_is_known_by_its_error() -> None:
 
 
 def test_variables_are_settings_of_a_proof() -> None:
-    settings = read_words(["env.BATCH={16/world}", "worlds=[1,2]", "env.OUT=a=b"])
+    settings = parse_script_settings(["env.BATCH={16/world}", "worlds=[1,2]", "env.OUT=a=b"])
     assert settings.env == {"BATCH": "{16/world}", "OUT": "a=b"}
     for word, said in (
         ("env.2=3", "'env.2=…' names no variable"),
@@ -51,4 +51,4 @@ def test_variables_are_settings_of_a_proof() -> None:
         ("env.BATCH", "not a setting"),
     ):
         with pytest.raises(ConfigError, match=said):
-            read_words([word])
+            parse_script_settings([word])

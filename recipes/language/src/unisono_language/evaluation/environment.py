@@ -24,10 +24,10 @@ from typing_extensions import TypedDict
 from unisono import ConfigError, RunError
 from unisono.recipe_tools import import_extra, safe_paths
 from unisono_language.data.chat import ChatTemplate
+from unisono_language.evaluation.environment_process import GRACE, last_line
 
 _SETTING, _EXTRA = "eval.environment", "environments"
 _RESULT, _ERRORS, _LOG = "result.json", "errors.txt", "server.txt"
-_GRACE = 5.0  # seconds in which it may end what it has started
 
 
 class _Result(TypedDict):
@@ -116,9 +116,7 @@ class Environment:
                 raise RunError(f"{_SETTING}={self._asked} was given up")
             process = self._process = self._start(folder)
         if process.wait():
-            lines = safe_paths.read_bytes(beside, _ERRORS).decode(errors="replace").split("\n")
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-            raise RunError(f"{_SETTING}={self._asked}: {last}")
+            raise RunError(f"{_SETTING}={self._asked}: {last_line(beside / _ERRORS)}")
         found = safe_paths.read_json(beside, _RESULT, _Result)
         self._samples[:] = found["samples"]
         return {f"{self.prefix}{name}": value for name, value in found["values"].items()}
@@ -132,7 +130,7 @@ class Environment:
             return
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
+            process.wait(GRACE)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # the server ends with the process that started it
         process.wait()

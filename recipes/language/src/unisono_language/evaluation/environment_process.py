@@ -7,7 +7,6 @@ thread that started it, and the server with it, however either ends. Imports ver
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -23,15 +22,14 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from unisono.recipe_tools import safe_paths
+from unisono.recipe_tools import die_with_process, safe_paths
 
 _HOST = "127.0.0.1"
 _TOGETHER = 8  # episodes that are played at once
 _SHOWN = 8  # answers that are kept to be read
 _TOKENS = 256  # of an answer, where the environment gives no bound
-_GRACE = 5  # seconds in which it may end what it has started
+GRACE = 5  # seconds in which it may end what it has started
 _NO_KEY = "UNISONO_NO_KEY"  # a variable that is not set: the server asks for no key
-_DEATH_SIGNAL = 1  # of prctl
 
 
 class _Asked(TypedDict):
@@ -44,7 +42,7 @@ class _Asked(TypedDict):
 
 def main() -> None:
     """Play the environment that a JSON file describes, and write what came of it beside."""
-    end_with(int(sys.argv[2]), signal.SIGTERM)
+    die_with_process(int(sys.argv[2]), signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
     _ask_without_proxies()
     path = Path(sys.argv[1])
@@ -56,7 +54,7 @@ def main() -> None:
 
 def _end(number: int, frame: object) -> None:
     """End the server, too; within seconds, though asyncio waits for threads that wait for an answer."""
-    signal.alarm(_GRACE)  # ends this process, and the kernel the server
+    signal.alarm(GRACE)  # ends this process, and the kernel the server
     sys.exit(128 + number)
 
 
@@ -65,14 +63,6 @@ def _ask_without_proxies() -> None:
     named = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).strip()
     if named != "*":  # urllib knows it only alone
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (named, _HOST, "localhost")))
-
-
-def end_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when the thread that started it is gone; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 @contextmanager
@@ -91,12 +81,12 @@ def _server(model: Path, log: Path) -> Iterator[str]:
         parent = os.getpid()
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"}, preexec_fn=lambda: end_with(parent, signal.SIGKILL),
+            env={**os.environ, "HF_HUB_OFFLINE": "1"}, preexec_fn=lambda: die_with_process(parent),
         )  # fmt: skip
         try:
             while True:
                 if server.poll() is not None:
-                    sys.exit(f"the server ended before it was up: {_last_line(log)}")
+                    sys.exit(f"the server ended before it was up: {last_line(log)}")
                 if _is_up(port):
                     break
                 time.sleep(0.1)
@@ -114,7 +104,8 @@ def _is_up(port: int) -> bool:
         return False
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """The last words of a program."""
     lines = safe_paths.read_bytes(log.parent, log.name).decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 

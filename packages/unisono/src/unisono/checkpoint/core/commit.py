@@ -144,9 +144,9 @@ def save_checkpoint(
         )
 
     def begin() -> Json:
-        if leads and allowed is not None:
-            allowed()
         if leads:
+            if allowed is not None:
+                allowed()
             if not folder.is_dir():
                 folder.mkdir()  # not the run's: if that is gone, so is what this checkpoint belongs to
                 fsync_path(folder.parent)

@@ -51,10 +51,8 @@ class StoredParts:
         """Those of the node of a rank; None where all nodes share a folder."""
         if run.config.launch.shared_folder:
             return None
-        store = upload.open_store(run.config)
-        assert store is not None
         start = store_lock.read_local(run.directory).get("start")
-        return cls(store, run.directory, run.config.checkpoint, run.ranks_of_folder(rank), start)
+        return cls(_store_of(run), run.directory, run.config.checkpoint, run.ranks_of_folder(rank), start)
 
     def send(self, path: Path, name: str, files: Mapping[str, Any]) -> None:
         """Upload this node's files of a checkpoint, each read back.
@@ -121,8 +119,7 @@ def follow(run: ResolvedRun, owner: Mapping[str, str]) -> None:
         ConfigError: if this node cannot read and write the store.
         RunError: if it sees another one than node 0, or the folder belongs to another run.
     """
-    store = upload.open_store(run.config)
-    assert store is not None
+    store = _store_of(run)
     upload.check_store(store)
     if (store_lock.read_owner(store) or {}).get("start") != owner["start"]:
         raise RunError(
@@ -148,13 +145,12 @@ def fetch(run: ResolvedRun, sha256: str) -> None:
     Raises:
         CheckpointError: if the store does not have it intact.
     """
-    store = upload.open_store(run.config)
-    assert store is not None and run.resume is not None
+    assert run.resume is not None
     path = run.directory / CHECKPOINTS / run.resume.candidates[0].name
     with contextlib.suppress(CheckpointError):
         if commit.open_checkpoint(path).sha256 == sha256:
             return
-    kept, why = restore.refetch(store, path)
+    kept, why = restore.refetch(_store_of(run), path)
     if kept is None:
         raise CheckpointError(
             f"node 0 resumes from {path.name}, which this node could not get: {why}. If it was written on one node, "
@@ -171,7 +167,12 @@ def complete_newest(run: ResolvedRun) -> None:
     step = commit.find_newest_step(run.directory / CHECKPOINTS)
     if step is None:
         return
-    store, path = upload.open_store(run.config), run.directory / CHECKPOINTS / folder_name(step)
-    assert store is not None
-    if not (path / MANIFEST).is_file() and (why := restore.refetch(store, path)[1]):
+    path = run.directory / CHECKPOINTS / folder_name(step)
+    if not (path / MANIFEST).is_file() and (why := restore.refetch(_store_of(run), path)[1]):
         raise CheckpointError(f"{path.name} could not be fetched whole: {why}")
+
+
+def _store_of(run: ResolvedRun) -> ObjectStore:
+    store = upload.open_store(run.config)
+    assert store is not None  # or the configuration is refused
+    return store

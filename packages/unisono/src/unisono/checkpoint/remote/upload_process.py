@@ -347,9 +347,9 @@ def main() -> None:
     ended.set()
     if settings["beats"]:
         beats.join(where.deadline)
-    with contextlib.suppress(Exception):
-        if settings["beats"] and store_lock.find_new_owner(store, start) is None:
-            store_lock.write_heartbeat(store, start, None)
+        with contextlib.suppress(Exception):
+            if store_lock.find_new_owner(store, start) is None:
+                store_lock.write_heartbeat(store, start, None)
     send({"ended": True})
     os._exit(0)  # do not wait for threads of unanswered requests
 

@@ -76,16 +76,11 @@ def take_over(run: ResolvedRun, config: RunConfig, owner: dict[str, str], token:
                 "run.dir of its own"
             )
     run_directory.refuse_unusable(named)
-    run = _first_candidate(replace(run, config=named, directory=path))
+    run = from_newest_alone(replace(run, config=named, directory=path))
     stack.enter_context(run_directory.hold_directory(path))
     node_parts.follow(run, owner)
     local_processes.remove_old_faults(path)
     return run
-
-
-def keep_folder(run: ResolvedRun) -> ResolvedRun:
-    """The run on node 0, which has resolved it there: as the other nodes have it."""
-    return _first_candidate(run)
 
 
 def fetch_checkpoint(run: ResolvedRun, sha256: str | None) -> None:
@@ -111,7 +106,7 @@ def complete_newest(run: ResolvedRun) -> None:
         say(f"unisono: WARNING: {error}. Start the run again to fetch it from the store", error=True)
 
 
-def _first_candidate(run: ResolvedRun) -> ResolvedRun:
+def from_newest_alone(run: ResolvedRun) -> ResolvedRun:
     """A run that resumes from its newest checkpoint alone, since a node has no other whole."""
     if run.resume is None:
         return run

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from unisono.runtime.collector import paused_collector
+from unisono.supervise.processes import die_with_process
 
 # Imported by every rank; the loop and the engine import torch.
 PRELOADED_MODULES = (
@@ -43,7 +44,7 @@ PRELOADED_MODULES = (
     "torch.distributed.fsdp",
 )
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 is_fork = False  # whether this process is a fork, which ends together with its server
 
 
@@ -136,14 +137,6 @@ def _receive(channel: Connection) -> Any:
         return json.loads(channel.recv_bytes())
     except (EOFError, OSError):
         return None
-
-
-def die_with_process(parent: int | None) -> None:
-    """Ask the kernel to kill this process when its parent ends (on Linux); at once if the parent is already gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent is not None and os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def can_fork() -> bool:

@@ -36,6 +36,7 @@ from unisono.runtime.errors import (
 )
 from unisono.runtime.files import write_whole
 from unisono.supervise import fault_hook, preemption
+from unisono.supervise.processes import die_with_process
 from unisono.task_config import build_task
 
 _RANK_0_HEAD_START = 3.0  # seconds for rank 0 to report a common error; it is seldom a tenth of that behind the others
@@ -210,7 +211,7 @@ def _is_agreed(error: BaseException) -> bool:
 def die_with_parent() -> None:
     """End together with the parent process, so that a killed launcher leaves no orphans (on Linux)."""
     if not fork_server.is_fork:  # a fork already does
-        fork_server.die_with_process(cluster.launcher_pid())
+        die_with_process(cluster.launcher_pid())
 
 
 def redirect_native_output(config: RunConfig, folder: Path, place: ProcessInfo) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.proof.prove import prove_task
 from unisono.proof.scripts.function_proof import compare
-from unisono.proof.scripts.script_proof import prove_script, read_words
+from unisono.proof.scripts.script_proof import parse_script_settings, prove_script
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 
@@ -62,9 +62,9 @@ def prove_subject(subject: Any, worlds: Sequence[int], settings: Sequence[str]) 
         proved = prove_task(subject, [layouts, *settings])
         return int(not proved.passed), str(proved)
     if isinstance(subject, Path) or (callable(subject) and not inspect.signature(subject).parameters):
-        report = prove_script(subject, (), read_words([f"worlds={[1, *many]}", *settings]), quiet=True)
+        report = prove_script(subject, (), parse_script_settings([f"worlds={[1, *many]}", *settings]), quiet=True)
     elif callable(subject):
-        given = read_words(settings).model_dump(include={"precision", "timeout"}, exclude_unset=True)
+        given = parse_script_settings(settings).model_dump(include={"precision", "timeout"}, exclude_unset=True)
         report = compare(subject, many, **given, quiet=True)
     else:
         raise ConfigError(

@@ -102,7 +102,7 @@ class ScriptSettings(Settings):
         return values
 
 
-def read_words(words: Sequence[str]) -> ScriptSettings:
+def parse_script_settings(words: Sequence[str]) -> ScriptSettings:
     """The settings that stand as `key=value` on the command line.
 
     Raises:
