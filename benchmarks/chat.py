@@ -36,8 +36,8 @@ from recipes.language.tests.chats import (
     user,
     write_rows,
 )
+from recipes.language.tests.data.test_packed import gradients
 from recipes.language.tests.kernels import distance
-from recipes.language.tests.test_packed import gradients
 from unisono.recipe_tools import PromoteToDouble
 from unisono_language.data.chat import ChatTemplate
 from unisono_language.data.conversations import Conversations, parse_conversation

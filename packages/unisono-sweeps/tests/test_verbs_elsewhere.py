@@ -18,7 +18,7 @@ from unisono.task_config import validate_config
 from unisono_sweeps.settings import SweepSettings
 from unisono_sweeps.study import SearchSettings
 
-from .test_kubernetes import refuse_unknown
+from .launchers.test_kubernetes import refuse_unknown
 from .written import TASK
 
 Command = Callable[..., tuple[int, str, str]]

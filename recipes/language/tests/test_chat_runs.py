@@ -25,8 +25,8 @@ from recipes.language.tests.chats import (
     write_rows,
 )
 from recipes.language.tests.corpora import TEXTS, write_jsonl
+from recipes.language.tests.data.test_packed import gradients
 from recipes.language.tests.kernels import distance
-from recipes.language.tests.test_packed import gradients
 from unisono.cli import main
 from unisono.observe.events import read_events
 from unisono.runtime.errors import RunError

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from packages.unisono.tests.checkpoint import stores
+from packages.unisono.tests.checkpoint.remote.test_upload import there
 from packages.unisono.tests.checkpoint.saved import save
-from packages.unisono.tests.checkpoint.test_upload import there
 from packages.unisono.tests.runs import configuration
 from unisono.checkpoint.remote import store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectStore

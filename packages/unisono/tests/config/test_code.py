@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from packages.unisono.tests import tasks
-from packages.unisono.tests.runtime.test_source_files import plug_in
+from packages.unisono.tests.runtime.code.test_source_files import plug_in
 from unisono.config.code import code_digest
 from unisono.runtime.code import source_files
 from unisono.task_config import find_task

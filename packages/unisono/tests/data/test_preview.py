@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packages.unisono.tests.data.test_planning import CHANGES, WEIGHTS, sources, task
+from packages.unisono.tests.data.order.test_planning import CHANGES, WEIGHTS, sources, task
 from packages.unisono.tests.runs import configuration
 from unisono.data.order.plan import SampleIndices, StreamPlan
 from unisono.data.order.planning import build_plan, build_source

@@ -180,7 +180,7 @@ def _memory_limited(megabytes: int) -> Iterator[Callable[[int], object]]:
 @scenario("F43b", "an accelerator out of memory on one rank")
 def _device_memory(sandbox: Sandbox) -> Outcome:
     raise AbstainError(
-        "needs an accelerator; packages/unisono/tests/engines/torch/test_oom.py raises the same error in a step"
+        "needs an accelerator; packages/unisono/tests/engines/torch/guards/test_oom.py raises the same error in a step"
     )
 
 

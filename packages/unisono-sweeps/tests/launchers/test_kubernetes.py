@@ -15,7 +15,7 @@ from unisono.launch.launcher import Job
 from unisono.task_config import validate_config
 from unisono_sweeps.launchers.kubernetes import KubernetesLauncher, build_jobset, name_jobset
 
-from .written import TASK
+from ..written import TASK
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 SCHEMA = json.loads(Path(__file__).with_name("jobset.schema.json").read_text())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packages.unisono.tests.data.test_mixture import Numbers, joined
+from packages.unisono.tests.data.order.test_mixture import Numbers, joined
 from packages.unisono.tests.runs import configuration
 from unisono.config.batch_split import resolve_split, rows_of_sources
 from unisono.config.schema.run import RunConfig

@@ -18,8 +18,8 @@ import pytest
 from packages.unisono.tests.launch import jobs, slurm_cluster
 from unisono.supervise.run_facts import read_run_facts
 
-from .eight import half_done, measured_table, sweep_process
-from .written import TASK
+from ..eight import half_done, measured_table, sweep_process
+from ..written import TASK
 
 pytest.importorskip("submitit", reason="submitit is not installed")
 pytestmark = [

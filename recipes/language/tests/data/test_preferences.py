@@ -20,9 +20,9 @@ from recipes.language.tests.chats import (
     user,
     write_rows,
 )
+from recipes.language.tests.data.test_packed import gradients
 from recipes.language.tests.kernels import distance
 from recipes.language.tests.test_chat_runs import words
-from recipes.language.tests.test_packed import gradients
 from unisono.cli import main
 from unisono.recipe_tools import PromoteToDouble
 from unisono.runtime.errors import ConfigError, DataError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.unisono.tests.proof.test_script_proof import prove
+from packages.unisono.tests.proof.scripts.test_script_proof import prove
 
 SPARSE_BUFFERS = """
 import torch

@@ -16,7 +16,7 @@ import pytest
 from unisono.runtime.errors import ConfigError
 from unisono_sweeps.report import serve
 
-from .written import write_run
+from ..written import write_run
 
 
 @pytest.fixture

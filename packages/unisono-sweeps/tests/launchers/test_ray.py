@@ -13,8 +13,8 @@ import pytest
 from packages.unisono.tests.launch import jobs
 from unisono.supervise.run_facts import read_run_facts
 
-from .eight import STEPS, half_done, measured_table, sweep_process
-from .written import TASK
+from ..eight import STEPS, half_done, measured_table, sweep_process
+from ..written import TASK
 
 pytest.importorskip("ray", reason="ray is not installed")
 

@@ -38,7 +38,7 @@ from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import SampleContext, Task
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "packages" / "unisono" / "src"), str(ROOT)])}
 MASK = {"on_error": "mask", "contents": True}
 

@@ -22,7 +22,7 @@ from unisono.task_config import load_config
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-FILE = Path(__file__).parent.parent / "tasks.py"
+FILE = Path(__file__).parents[2] / "tasks.py"
 
 
 @pytest.fixture(scope="module")
