@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 MASK = "[hidden]"
@@ -112,6 +113,11 @@ def _describe_secret(key: str, value: Any, known: Sequence[str]) -> str | None:
     return None
 
 
+@lru_cache(maxsize=4096)  # each line of a log asks for every variable of the environment
+def _holds_secret(variable: str) -> bool:
+    return bool(_SECRET_VARIABLE.search(variable))
+
+
 def _is_text(value: Any) -> bool:
     return bool(value) and (isinstance(value, str) or hasattr(value, "get_secret_value"))
 
@@ -122,7 +128,7 @@ def _environment_secrets() -> list[str]:
         {
             value
             for name, value in os.environ.items()
-            if _SECRET_VARIABLE.search(name) and len(value) >= _MIN_LENGTH and not value.startswith(("/", "~"))
+            if _holds_secret(name) and len(value) >= _MIN_LENGTH and not value.startswith(("/", "~"))
         },
         key=len,
         reverse=True,
