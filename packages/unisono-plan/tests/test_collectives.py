@@ -43,6 +43,16 @@ def test_fsdp_gathers_every_unit_and_reduces_it_in_every_micro_batch(world: int,
     assert made(world_size=world, passes=passes) == expected
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_adafactor_gathers_every_parameter_and_its_gradient_once_more(world: int) -> None:
+    """By DTensor, whose collectives are functions that return what they gather."""
+    calls = made("optim=adafactor", world_size=world) - made(world_size=world)
+    expected: Calls = Counter()
+    for shape in BLOCKS * BLOCK + HEAD:
+        expected["all_gather", padded([shape], world), world] += 2
+    assert calls == expected
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_reductions_that_are_deferred_come_once_a_step(world: int) -> None:
     calls = made(world_size=world, passes=2, defer_reduction=True)
@@ -104,6 +114,10 @@ seen = []
 class Hook(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, _, name = func._schema.name.partition("::")
+        if name == "all_gather_into_tensor":  # DTensor's, which returns what it gathers
+            whole = func(*args, **(kwargs or {}))
+            seen.append([name, whole.numel() * whole.element_size()])
+            return whole
         if space == "c10d":
             message = args[MESSAGE.get(name, 0)]
             message = [message] if isinstance(message, torch.Tensor) else message
@@ -154,7 +168,12 @@ def run_two_processes(*words: str) -> list[tuple[str, int]]:
     return [(name, size) for name, size in json.loads(outputs[0][0].splitlines()[-1])]
 
 
-NAMES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+NAMES = {
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +182,9 @@ NAMES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scat
         (["layout.strategy=fsdp"], {"strategy": "fsdp"}),
         (["layout.strategy=fsdp", "train.precision=bf16"], {"strategy": "fsdp"}),
         (["layout.strategy=ddp"], {"strategy": "ddp"}),
+        pytest.param(["layout.strategy=fsdp", "optim=adafactor"], {"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(["layout.strategy=fsdp", "adapter=lora"], {"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(["layout.strategy=ddp", "adapter=lora"], {"strategy": "ddp"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_trace_calls_what_two_real_processes_call(words: list[str], layout: dict[str, str], here: Path) -> None:

@@ -42,7 +42,16 @@ def test_parameters_gradients_and_moments_are_those_of_arithmetic(world: int, st
 
 @pytest.mark.parametrize(
     ("optimizer", "world"),
-    [("muon", 1), ("muon", 4), ("lion", 1), ("lion", 4), ("adam_atan2", 1), ("adam_atan2", 4), ("adafactor", 1)],
+    [
+        ("muon", 1),
+        ("muon", 4),
+        ("lion", 1),
+        ("lion", 4),
+        ("adam_atan2", 1),
+        ("adam_atan2", 4),
+        ("adafactor", 1),
+        ("adafactor", 4),
+    ],
 )
 def test_every_optimizer_is_traced_and_its_state_is_divided(optimizer: str, world: int) -> None:
     most = trace(f"optim={optimizer}", world_size=world).recording.most
@@ -98,3 +107,30 @@ def test_flops_are_two_per_weight_and_row_forward_and_four_backward() -> None:
     weights = sum(prod(shape) for shape in SHAPES if len(shape) == 2)
     assert work["forward"].flops == 2 * weights * rows
     assert work["backward"].flops == (4 * weights - 2 * BLOCK[0][0] * BLOCK[0][1]) * rows  # inputs need no gradient
+
+
+ADAPTERS = [one for shape in SHAPES if len(shape) == 2 for one in ((8, shape[1]), (shape[0], 8))]  # of rank 8
+
+
+def test_of_a_model_with_adapters_they_alone_have_gradients_and_moments() -> None:
+    most, sizes = trace("adapter=lora").recording.most, [4 * prod(shape) for shape in ADAPTERS]
+    assert most["parameters"] == allocated(*shards(1), *sizes)
+    assert most["gradients"] == allocated(*sizes)
+    assert most["optimizer"] == 2 * allocated(*sizes) + 512 * len(sizes)
+
+
+def test_products_for_gradients_of_frozen_weights_are_not_made() -> None:
+    rows = 64
+    work = trace("adapter=lora", rows=rows).recording.work
+    weights, added = (sum(prod(shape) for shape in shapes if len(shape) == 2) for shapes in (SHAPES, ADAPTERS))
+    inputs = weights + added - prod(BLOCK[0]) - prod(ADAPTERS[0])  # those of the first layer need no gradient
+    assert work["forward"].flops == 2 * rows * (weights + added)
+    assert work["backward"].flops == 2 * rows * (inputs + added)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("kept", 4), ("auto", 4), ("bf16", 2)])
+def test_frozen_matrices_have_the_dtype_that_is_asked_for(kind: str, size: int) -> None:
+    """Where values decide it, that of the larger ones."""
+    most = trace("adapter=lora", f"adapter.base_dtype={kind}", "train.precision=bf16").recording.most
+    base = [(size if len(shape) == 2 else 4) * prod(shape) for shape in SHAPES]
+    assert most["parameters"] == allocated(*base, *[4 * prod(shape) for shape in ADAPTERS])

@@ -25,7 +25,6 @@ from unisono_plan.hardware import Hardware, parse_hardware
 from unisono_plan.recording import Trace
 from unisono_plan.search import search
 
-_SHARDED = ("fsdp", "hsdp")
 _TRIED = 3  # of the best layouts, if what is traced of one does not fit after all
 
 
@@ -96,8 +95,6 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
         found = search(
             trace, config.layout, split.passes * split.micro_batch, split.micro_batch, conditions, seen.parameters
         )
-        if _gathers_statistics(config):
-            found = [one for one in found if one.layout.strategy not in _SHARDED]
         best = _trace_best(trace, found, configured, conditions)
     shapes = {name: tuple(value.shape) for name, value in micro.arrays.items() if hasattr(value, "shape")}
     return Plan(config, hardware, seen.parameters, configured, best, len(found), rows.seconds, shapes)
@@ -148,14 +145,9 @@ def _resolve(config: RunConfig, hardware: Hardware) -> RunConfig:
         raise ConfigError(
             "layout.offload is not planned: how fast a host moves and updates shards is not known; leave it out"
         )
-    if config.adapter is not None:
+    if config.adapter is not None and config.adapter.base_dtype == "nf4":
         raise ConfigError(
-            "adapter=lora is not planned: PEFT cannot put its layers into a model without content; leave it out"
-        )
-    if layout.strategy in _SHARDED and _gathers_statistics(config):
-        raise ConfigError(
-            "optim=adafactor is planned with single and ddp only: what its statistics gather under "
-            f"{layout.strategy} is not counted"
+            "adapter.base_dtype=nf4 is not planned: bitsandbytes makes 4 bits of weights that are there; leave it out"
         )
     if layout.strategy == "dp":
         raise ConfigError("layout.strategy=dp is for one process with several devices, and is not planned; use ddp")
@@ -168,11 +160,6 @@ def _resolve(config: RunConfig, hardware: Hardware) -> RunConfig:
         update={"layout": layout.model_copy(update=update), "launch": type(config.launch)(), "callbacks": []}
     )
     return resolve_layout(config, ProcessInfo(0, count, 0, hardware.node, "unisono") if count > 1 else None)
-
-
-def _gathers_statistics(config: RunConfig) -> bool:
-    """Whether the optimizer reduces rows and columns of whole matrices, by collectives that a trace does not see."""
-    return config.optim.kind == "adafactor" and config.layout.engine != "jax"
 
 
 class _Rows:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,9 @@ _NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
+    # DTensor's own, as `full_tensor` calls them
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
 }
 
 
@@ -51,6 +55,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._now: Counter[Kind] = Counter()
         self._most = 0
         self._paused = 0
+        self._made_up = False
 
     # memory -------------------------------------------------------------------------------------------------------
 
@@ -143,6 +148,15 @@ class Recorder(TorchDispatchMode, Observer):
             if phase == "forward":
                 self.recording.held = self.in_use
 
+    @contextmanager
+    def making_up(self) -> Iterator[None]:
+        """A context in which every number that is read is made up."""
+        self._made_up = True
+        try:
+            yield
+        finally:
+            self._made_up = False
+
     # operators ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,8 +164,9 @@ class Recorder(TorchDispatchMode, Observer):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come here in their turn
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default and self._phase == "optimizer":
-            return READ if args[0].is_floating_point() else round(READ)  # its count of steps, which decides no shape
+        # The optimizer's count of steps, which decides no shape, and what the engine reads.
+        if func is _aten._local_scalar_dense.default and (self._phase == "optimizer" or self._made_up):
+            return READ if args[0].is_floating_point() else round(READ)
         result = func(*args, **kwargs)
         if self._paused:
             return result
@@ -160,8 +175,10 @@ class Recorder(TorchDispatchMode, Observer):
         space, _, name = func._schema.name.partition("::")
         if space == "c10d":
             self._collective(name, args)
+        elif space == "_c10d_functional":
+            self._functional_collective(name, args, made)
         elif space == "fsdp":
-            self.mark([*_written(func, args, kwargs), *made], "communication")
+            self.mark([*written(func, args, kwargs), *made], "communication")
         else:
             for tensor in made:
                 self._add(tensor, "activations")
@@ -197,6 +214,17 @@ class Recorder(TorchDispatchMode, Observer):
         elif name == "_allgather_base_":
             self.mark(message, "communication")
 
+    def _functional_collective(self, name: str, args: Sequence[Any], made: list[Tensor]) -> None:
+        """A collective that returns its result, with its group by name in the last place."""
+        self.mark(made, "communication")
+        if name == "wait_tensor":
+            return
+        kind = _NAMES.get(name, name)
+        message = _tensors(args[0]) if kind == "reduce_scatter" else made
+        size = sum(tensor.numel() * tensor.element_size() for tensor in message)
+        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(args[-1])))
+        self.recording.collectives.append(Collective(kind, size, ranks, self._phase, self.passes <= 0))
+
 
 class Pause:
     """A context, to be entered any number of times, in which a recorder writes nothing down."""
@@ -219,7 +247,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors among the arguments that an operator writes to."""
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     return [

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -43,6 +44,7 @@ from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.content import real_tensors
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.numerics.cross_sample import _GatheredOutputs
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.parallel import wrap
@@ -55,6 +57,7 @@ from unisono.runtime.code.source_files import is_user_file
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task
+from unisono_plan.batch_content import BatchContent
 from unisono_plan.recording import Trace
 from unisono_plan.torch_recorder import READ, Pause, Recorder
 
@@ -91,6 +94,7 @@ def trace_torch_step(task: Task, config: RunConfig, micro: MicroBatch, passes: i
             _fake_group(world),
             _wrapping(recorder),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            BatchContent(mode) as content,
         ):
             warnings.filterwarnings("ignore", "Set timeout is now only supported")  # of the fake backend
             with precision.promotion(config.train.precision), recorder.resizing(), recorder:
@@ -99,12 +103,15 @@ def trace_torch_step(task: Task, config: RunConfig, micro: MicroBatch, passes: i
                 state = TrainState(parts)
                 size = sum(parameter.numel() for parameter in state.parallel.trainable)
                 _mark_state(recorder, state)
-                _step(recorder, parts, state, [_fake_batch(mode, micro, number) for number in range(traced)])
+                with Pause(recorder):  # content itself is this host's, and in no device's memory
+                    batches = [_fake_batch(content, micro, number) for number in range(traced)]
+                _step(recorder, parts, state, batches)
     except _CONTENT as error:
         raise ConfigError(
             f"{type(task).__name__}: a step cannot be traced, because {_place(error)} needs the content of tensors "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). Shapes must not depend on "
-            "content, and build() must not read any (unisono.recipe_tools.has_content tells)"
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). Shapes and branches must "
+            "not depend on what parameters compute, and build() must not read any content "
+            "(unisono.recipe_tools.has_content tells)"
         ) from error
     finally:
         kernels.setLevel(level)
@@ -134,6 +141,8 @@ def _step(recorder: Recorder, parts: EngineParts, state: TrainState, batches: Se
     recorder.mark_rest("gradients" if isinstance(state.parallel.wrapped, DistributedDataParallel) else "communication")
     passes = Passes(parts, state)
     step = TrainStep(parts, state, passes)
+    if passes.cross_sample is not None:
+        passes.cross_sample._is_repeated = True  # only a run's first step compares both forward passes
     recorder.passes = len(batches) * (2 if passes._has_first_pass else 1)
     parts.observers.add(RecompileGuard(parts.job.communicator))  # which votes in the step's reduction
     parts.observers.add(recorder)
@@ -160,15 +169,15 @@ def _reduce_bucket(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def _fake_batch(mode: FakeTensorMode, micro: MicroBatch, number: int) -> MicroBatch:
-    """A micro-batch with the shapes of another and without its content."""
+def _fake_batch(content: BatchContent, micro: MicroBatch, number: int) -> MicroBatch:
+    """A micro-batch with the shapes of another, whose content is known where a shape depends on it."""
 
     def fake(value: Any) -> Any:
         if hasattr(value, "__array_interface__") and value.dtype.kind not in "OUSMm":
             value = torch.as_tensor(value)
-        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+        return content.fake(value.clone()) if isinstance(value, Tensor) else value  # a step may write to its batch
 
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         return replace(micro, number=number, arrays=map_leaves(fake, micro.arrays))
 
 
@@ -219,10 +228,21 @@ def _wrapping(recorder: Recorder) -> Iterator[None]:
         with real_tensors():
             return init_device_mesh(*arguments, **named)
 
+    def split(gathered: _GatheredOutputs, vector: Tensor | None) -> list[Tensor | None]:  # it reads which are used
+        with recorder.making_up():
+            return read_and_split(gathered, vector)
+
+    read_and_split = _GatheredOutputs.split
+
+    def swap(tensor: Tensor, other: Tensor) -> None:  # it refuses what a fake tensor mode has in mind
+        tensor.data = other.data
+
     replaced: list[tuple[Any, str, Any]] = [
+        (torch.utils, "swap_tensors", swap),  # of `Module.to`
         (_fsdp_param, "_chunk_with_empty", first),
         (wrap, "init_device_mesh", mesh),
         (ShardingPropagator, "_fake_mode_lock", Pause(recorder)),
+        (_GatheredOutputs, "split", split),
         (nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),  # it draws until all are within bounds
         (ddp, "_verify_param_shape_across_processes", lambda *_, **__: None),  # it reads sizes from C++
     ]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unisono.config.schema.run import Lora
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import four_bit
+from unisono.engines.torch.content import has_content
 from unisono.engines.torch.guards import replicas
 from unisono.runtime.code.entry_points import require_extra
 from unisono.runtime.errors import CheckpointError, ConfigError, nearest
@@ -46,13 +47,14 @@ class Adapter:
         if config is None:
             return
         check_peft_installed(config)
-        self._base = _digests(model)
+        self._base = _digests(model) if has_content(model) else []
         self._trained_before = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self._tuner = _inject_adapters(config, model, seed)
 
     def narrow_base(self, model: nn.Module, precision: str) -> None:
         """Keep the base's frozen matrices in bf16, if that is asked for or changes no value of them; or in 4 bits.
 
+        Values that are not there, in a plan, are taken to change.
         Under autocast a linear layer computes with its weight in bf16, so the results have the same bits. Other
         parameters (norms, embeddings) are computed with in fp32 and stay as they are.
         """
@@ -69,7 +71,7 @@ class Adapter:
             if weight.requires_grad or owners[id(weight)] > 1 or weight.dtype != torch.float32:
                 continue
             narrow = weight.detach().to(torch.bfloat16)
-            if self._config.base_dtype == "bf16" or torch.equal(narrow.float(), weight):
+            if self._config.base_dtype == "bf16" or (has_content(weight) and torch.equal(narrow.float(), weight)):
                 weight.data = narrow
 
     def select_saved(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
