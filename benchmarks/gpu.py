@@ -4,7 +4,8 @@
     python -m benchmarks.gpu --out gpu.json --device cpu --tiny    # runs all of its code; the figures mean nothing
 
 Needs what `make test-gpu` needs. Each row is measured in a process of its own, so one that fails says so in its row and
-ends no other. Rows of one group are to be compared with each other alone. What no time is left for says so as well.
+ends no other; one whose time is over is killed with all that it has started. The file is written after every row. Rows
+of one group are to be compared with each other alone. What no time is left for says so as well.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -244,17 +247,29 @@ def describe_host() -> dict[str, Any]:
     return found
 
 
-def measure(number: int, arguments: argparse.Namespace, left: float) -> dict[str, Any]:
+def measure(number: int, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """A row, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--row", str(number), "--device", arguments.device]
     command += ["--tiny"] if arguments.tiny else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, cwd=checkout.ROOT)
-    except subprocess.TimeoutExpired:
-        return {"not measured": "no time was left"}
-    if done.returncode:
-        return {"not measured": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return run_row(command, seconds)
+
+
+def run_row(command: list[str], seconds: float) -> dict[str, Any]:
+    """The last line that a command prints, as JSON; what runs after so many seconds is killed, its children too."""
+    # A session of its own: a run that it has started would keep the GPU busy for the rows after it.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=checkout.ROOT, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"not measured": f"its time was over after {seconds:.0f} s"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        return {"not measured": (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]}
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
 
 
@@ -285,13 +300,14 @@ def main() -> None:
         print(f"{host}\n\n| group | what | figures |\n|---|---|---|", flush=True)
         for number, (group, what, _) in enumerate(rows):
             left = arguments.seconds - (time.monotonic() - began)
-            figures = measure(number, arguments, left) if left > 5 else {"not measured": "no time was left"}
+            seconds = min(left, max(60.0, left / 2))  # one that hangs leaves time for others
+            figures = measure(number, arguments, seconds) if left > 5 else {"not measured": "no time was left"}
             found.append({"group": group, "what": what, **figures})
             shown = ", ".join(format_value(name, value) for name, value in figures.items())
             print(f"| {group} | {what} | {shown} |", flush=True)
-    if arguments.out:
-        text = json.dumps({"host": host, "seconds": time.monotonic() - began, "rows": found}, indent=1)
-        arguments.out.write_text(text, encoding="utf-8")
+            if arguments.out:
+                text = json.dumps({"host": host, "seconds": time.monotonic() - began, "rows": found}, indent=1)
+                arguments.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

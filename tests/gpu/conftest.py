@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from benchmarks import checkout
 
 _KEPT = tempfile.TemporaryDirectory(prefix="unisono-gpu-")  # until the session ends
 MISSING = checkout.prepare(Path(_KEPT.name))
+BUDGET = 360.0  # seconds of all tests on an accelerator
+_BEGAN = time.monotonic()
 collect_ignore = [] if not MISSING else [path.name for path in Path(__file__).parent.glob("test_*.py")]
 
 
@@ -39,6 +42,17 @@ def device_name() -> str:
         return f"no accelerator (torch {torch.__version__}); on the CPU, where that says something"
     name = torch.cuda.get_device_name() if accelerator.type == "cuda" else accelerator.type
     return f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}"
+
+
+def seconds_left(device: str) -> float:
+    """Of the time that all tests have; on a CPU they take what they need."""
+    return BUDGET - (time.monotonic() - _BEGAN) if device != "cpu" else float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _budget(device: str) -> None:
+    if seconds_left(device) < 5.0:
+        pytest.skip(f"the {BUDGET:.0f} s of all tests on an accelerator are over")
 
 
 @pytest.fixture(scope="session")
@@ -81,8 +95,9 @@ def unisono(tmp_path: Path, device: str) -> Callable[..., subprocess.CompletedPr
 
     def run(*words: str, code: int = 0, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "unisono", *words]
+        limit = min(timeout, max(5.0, seconds_left(device)))
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, env=environment, check=False
+            command, capture_output=True, text=True, timeout=limit, cwd=tmp_path, env=environment, check=False
         )
         assert done.returncode == code, f"{' '.join(words)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         return done

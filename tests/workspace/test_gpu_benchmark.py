@@ -1,0 +1,32 @@
+"""`python -m benchmarks.gpu`: its six minutes are kept, whatever a row does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.gpu import run_row
+
+HANGING = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+open(sys.argv[1], "w").write(str(child.pid))
+child.wait()
+"""
+
+
+def test_a_row_whose_time_is_over_ends_with_all_that_it_has_started(tmp_path: Path) -> None:
+    began, file = time.monotonic(), tmp_path / "child"
+    figures = run_row([sys.executable, "-c", HANGING, str(file)], 2.0)
+    assert figures == {"not measured": "its time was over after 2 s"}
+    assert time.monotonic() - began < 100
+    child = int(file.read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_row_that_fails_says_why_and_one_that_ends_is_read() -> None:
+    assert run_row([sys.executable, "-c", "raise SystemExit('no card')"], 60.0) == {"not measured": "no card"}
+    assert run_row([sys.executable, "-c", "print('a line'); print('{\"ms\": 3}')"], 60.0) == {"ms": 3}
