@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from packages.unisono.tests.jax_runs import layout
 from packages.unisono.tests.jax_tasks import LinearTask
 from packages.unisono.tests.runs import configuration
 from unisono.config.schema.run import RunConfig
+from unisono.engines.jax.guards import compilation
 
 STEPS = 4
 
@@ -90,6 +92,20 @@ def test_a_step_makes_the_host_read_one_vector_and_send_the_numbers_of_the_step(
         assert all(len(shape) == 1 and shape[0] < outcome + 16 for shape in seen)
     assert len(sent) == 2 and size_in_bytes(sent) < 200
     assert all(isinstance(array, np.ndarray) for array in sent)
+
+
+def test_what_the_start_of_a_run_compiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = list[str]()
+
+    def compiling(what: str, shown: bool) -> AbstractContextManager[None]:
+        named.append(what)
+        assert shown
+        return nullcontext()
+
+    monkeypatch.setattr(compilation, "compiling", compiling)
+    with engine_of(LinearTask(), config()) as (engine, loader, scalars):
+        engine.setup(next(iter(loader.steps())), scalars(0))
+    assert named == ["the step"]
 
 
 def allowed(move: Any) -> Any:

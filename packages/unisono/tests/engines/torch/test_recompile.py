@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ from packages.unisono.tests.tasks import TransformerTask
 from unisono.engines.observers import StepResult
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.display import compiling
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +81,14 @@ def test_a_shape_that_changes_is_told_once_with_its_reason_on_every_rank(world: 
         (warning,) = [line for line in said if "recompiled" in line]
         assert warning.startswith("step 3: torch.compile recompiled after the warm-up")
         assert told in warning
+
+
+def test_what_the_start_of_a_run_compiles_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "FIRST_REPORT", 0.1)
+    results(ProcessInfo(), SingleProcess(), "single", False)
+    assert re.search(r"^unisono: compiling 2 × Block: 0 s so far$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_without_a_compiler_there_is_nothing_to_count(monkeypatch: pytest.MonkeyPatch) -> None:

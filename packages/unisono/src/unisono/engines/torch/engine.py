@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from unisono.engines.torch.guards.non_finite import NonFiniteSearch
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.engines.torch.guards.replicas import UpdateGuard
 from unisono.engines.torch.numerics import determinism, precision
+from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.state.train_state import TrainState
 from unisono.engines.torch.step import TrainStep
 from unisono.engines.torch.view import TorchModelView
 from unisono.optim import optimizers
+from unisono.runtime.display.compiling import compiling
 from unisono.task import Batch, Context
 
 log = logging.getLogger(__name__)
@@ -73,7 +75,10 @@ class TorchEngine:
         self.view = TorchModelView(parts, state, self._passes)
         for observer in self._guards():
             parts.observers.add(observer)
-        with self._computation("the others to warm up", "before the first step"):
+        naming: AbstractContextManager[None] = nullcontext()
+        if job.config.layout.compile:
+            naming = compiling(wrap.describe_blocks(state.module), shown=job.process.is_first)
+        with self._computation("the others to warm up", "before the first step"), naming:
             self._warm_up(batches, scalars)
         parts.comparison.check("the warm-up")
         size = sum(parameter.numel() for parameter in state.parallel.trainable)

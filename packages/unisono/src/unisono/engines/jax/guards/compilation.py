@@ -7,26 +7,19 @@ So recompilations are known exactly, all processes are checked to have the same 
 from __future__ import annotations
 
 import hashlib
-import logging
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator
+from unisono.runtime.display.compiling import compiling
 from unisono.runtime.errors import ConfigError, DesyncError
 from unisono.runtime.fault_names import FaultName
 
-log = logging.getLogger(__name__)
-
-_FIRST_REPORT = 5.0  # seconds until a line says that something is compiled
-_REPORT_INTERVAL = 15.0  # seconds between two such lines
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 Program = Callable[..., Any]
@@ -96,7 +89,7 @@ class Compiler:
         return self._programs[key]
 
     def _compile(self, key: ProgramKey, make: Callable[[], Any], arguments: Any) -> Program:
-        with heartbeat.phase("setup", f"the compilation of {key.name}"), self._report_progress(key.name):
+        with compiling(key.name, shown=self._communicator.rank == 0), self._counting_cache_hits():
             lowered = make().trace(*arguments).lower()
             if self._communicator.size > 1:
                 self._agree(key, lowered.as_text())
@@ -128,28 +121,12 @@ class Compiler:
             )
 
     @contextmanager
-    def _report_progress(self, name: str) -> Iterator[None]:
-        """Report long compilations on rank 0, and count cache hits."""
-        over, began = threading.Event(), time.perf_counter()
-
-        def tell() -> None:
-            wait = _FIRST_REPORT
-            while not over.wait(wait):
-                with suppress(OSError, ValueError):
-                    sys.stderr.write(f"unisono: compiling {name}: {time.perf_counter() - began:.0f} s so far\n")
-                    sys.stderr.flush()
-                wait = _REPORT_INTERVAL
-
-        thread = threading.Thread(target=tell, name="compilation", daemon=True)
-        if self._communicator.rank == 0:
-            thread.start()
+    def _counting_cache_hits(self) -> Iterator[None]:
         jax.monitoring.register_event_listener(self._on_jax_event)
         try:
             yield
         finally:
-            over.set()
             jax.monitoring.unregister_event_listener(self._on_jax_event)
-            log.info("compiled %s in %.1f s", name, time.perf_counter() - began)
 
     def _on_jax_event(self, event: str, **_: Any) -> None:
         self.cached += event == _CACHE_HIT

@@ -93,6 +93,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for member in members for block in find_blocks(member)]
 
 
+def describe_blocks(model: nn.Module) -> str:
+    """What is compiled of a model, e.g. "24 × LlamaDecoderLayer"."""
+    own = (  # FSDP gives a module a class of its own
+        next(kind for kind in type(part).__mro__ if not issubclass(kind, FSDPModule))
+        for part in find_blocks(model) or [model]
+    )
+    kinds = Counter(kind.__name__ for kind in own)
+    return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in kinds.items())
+
+
 def find_units(model: nn.Module) -> list[nn.Module]:
     """What FSDP gathers by itself: the blocks, and modules that ask for it by an attribute `fsdp_unit = True`.
 
