@@ -105,6 +105,9 @@ OWN_RECORDS = {  # who has written what they parse by themselves
 }  # fmt: skip
 
 
+_PARSERS = (("json", "loads"), ("json", "load"), ("safe_paths", "decode_json"))
+
+
 @cache
 def _functions() -> list[tuple[str, list[ast.Call]]]:
     """Every function of all our packages but the fault matrix, which is a test bed, with the calls in it.
@@ -192,7 +195,7 @@ def test_every_record_has_a_shape_that_is_checked_where_it_is_read() -> None:
     found, used = [], set()
     for name, calls in _functions():
         module = name.rpartition(".")[0]
-        parsing = [call for call in calls if _called(call) in (("json", "loads"), ("json", "load"))]
+        parsing = [call for call in calls if _called(call) in _PARSERS]
         own = [
             call for call in parsing if any("dump" in _called(c)[1] for c in ast.walk(call) if isinstance(c, ast.Call))
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import tokenizers
 
 from unisono import DataError
 from unisono.recipe_tools import safe_paths
+from unisono_language.data import chat
 from unisono_language.data import tokenizer as module
-from unisono_language.data.chat import ChatTemplate
+from unisono_language.data.chat import ChatTemplate, Conversation
 from unisono_language.data.tokenizer import Tokenizer, load_tokenizer
 
 HONEST: dict[str, Any] = {
@@ -96,3 +98,62 @@ def test_special_tokens_that_are_no_numbers_are_a_sentence(tmp_path: Path, speci
     (folder / "special_tokens.json").write_text(special)
     with pytest.raises(DataError, match="cannot be read"):
         Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"normalizer": {"type": "Prepend", "prepend": "b" * 1000}}, "makes up to 1000 characters of one"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}] * 6}},
+            "makes up to 729000000 characters of one",
+        ),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 2**32 - 1}, "unk_token": "a"}}, "id 4294967295"),
+    ],
+    ids=["long prefix", "thirty of one, six times", "id"],
+)  # fmt: skip
+def test_a_tokenizer_that_takes_memory_or_hours_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    """A text of 2,000 letters became gigabytes, and a table of 4 billion ids took 32 GiB."""
+    with pytest.raises(DataError, match=told):
+        _ = load_tokenizer(write(tmp_path / "t", **changes)).token_bytes
+
+
+def test_what_tokenizers_of_sentencepiece_write_is_allowed(tmp_path: Path) -> None:
+    steps = [{"type": "Prepend", "prepend": "_"}, {"type": "Replace", "pattern": {"String": " "}, "content": "_"}]
+    assert load_tokenizer(write(tmp_path / "t", normalizer={"type": "Sequence", "normalizers": steps})).size == 3
+
+
+def test_a_special_token_that_is_no_text_is_a_sentence(tmp_path: Path) -> None:
+    folder = write(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    with pytest.raises(DataError, match="cannot have the special token"):
+        load_tokenizer(folder)
+
+
+HONEST_TEMPLATE = "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "s of processor time"),
+        ("{{ ('a' * 5000000000) | length }}", "numbers of millions"),
+        ("{{ 'a' | center(4000000000) }}", "numbers of millions"),
+        ("{{ '%1000000000d' | format(1) }}", "numbers of millions"),
+        ("{{ (10 ** 10000000) | string }}", "powers"),
+        ("{{ [1, 2] | random }}", "draws random numbers"),
+        ("{{ lipsum(n=100000) }}", "draws random numbers"),
+    ],
+)  # fmt: skip
+def test_a_template_that_takes_time_memory_or_chance_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
+) -> None:
+    """It comes with a model, and ran for hours, took gigabytes, or made other tokens every time."""
+    monkeypatch.setattr(chat, "call_bounded", partial(chat.call_bounded, seconds=0.1))
+    tokenizer = load_tokenizer(write(tmp_path / "t", pre_tokenizer={"type": "WhitespaceSplit"}))
+    talk = Conversation([{"role": "a", "content": "b"}, {"role": "assistant", "content": "a"}])
+    honest = ChatTemplate(HONEST_TEMPLATE, "", {}, {}, "assistant")
+    assert honest.encode(talk, tokenizer).size
+    with pytest.raises(DataError, match=told):
+        ChatTemplate(template + HONEST_TEMPLATE, "", {}, {}, "assistant").encode(talk, tokenizer)

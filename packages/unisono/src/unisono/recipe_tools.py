@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
     from unisono.runtime.files import atomic_file, cache_entry, make_private, pickle_hint, write_whole
     from unisono.runtime.untrusted import safe_paths
+    from unisono.runtime.untrusted.bounded_call import call_bounded
     from unisono.runtime.untrusted.hdf5 import check_hdf5
     from unisono.supervise.processes import die_with_process
 
@@ -28,6 +29,7 @@ _HOME = {
     "PromoteToDouble": "engines.torch.numerics.precision",
     "atomic_file": "runtime.files",
     "cache_entry": "runtime.files",
+    "call_bounded": "runtime.untrusted.bounded_call",
     "check_hdf5": "runtime.untrusted.hdf5",
     "die_with_process": "supervise.processes",
     "find_duplicates": "runtime.errors",
@@ -53,6 +55,7 @@ __all__ = [
     "PromoteToDouble",
     "atomic_file",
     "cache_entry",
+    "call_bounded",
     "check_hdf5",
     "die_with_process",
     "find_duplicates",

@@ -158,3 +158,10 @@ def test_ids_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", ids=np.array(SAMPLES[:5]), unweighted=TRUE)
     with pytest.raises(DataError, match="has 5 ids but 8 rows"):
         _ = matrix(tmp_path / "d.npz").values
+
+
+def test_ids_that_are_no_list_are_refused(tmp_path: Path) -> None:
+    """A table of ids became names such as "['a' 'b']"."""
+    np.savez(tmp_path / "d.npz", ids=np.array([SAMPLES] * 8), unweighted_unifrac=TRUE)
+    with pytest.raises(DataError, match=r"d\.npz \(data\.distances\) cannot be read: its ids have shape \(8, 8\)"):
+        _ = matrix(tmp_path / "d.npz").values

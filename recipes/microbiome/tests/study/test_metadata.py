@@ -10,7 +10,7 @@ import pytest
 from recipes.microbiome.tests.studies import METADATA, SAMPLES, changed, write_rows
 from unisono.runtime.errors import ConfigError, DataError
 from unisono_microbiome.settings import MISSING
-from unisono_microbiome.study.metadata import is_missing, parse_target, read_metadata
+from unisono_microbiome.study.metadata import is_missing, parse_number, parse_target, read_metadata
 
 
 def test_columns_are_aligned_to_the_samples(tmp_path: Path) -> None:
@@ -166,3 +166,8 @@ def test_values_that_mean_none_are_known_in_any_case() -> None:
     values = ["", "NA", "nan", "Not Applicable", "not provided", "0", "none", "no"]
     assert is_missing(values, MISSING).tolist() == [True] * 5 + [False] * 3
     assert is_missing(["-9", "x"], ["-9"]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("text", "number"), [("1_000", None), ("0x10", None), ("1e3", 1000.0), (" 5 ", 5.0)])
+def test_only_what_everybody_takes_for_a_number_is_one(text: str, number: float | None) -> None:
+    assert parse_number(text) == number

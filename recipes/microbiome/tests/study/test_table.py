@@ -130,3 +130,31 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path.write_text(biom.Table(np.zeros((0, 0)), [], []).to_json("tests"))
     with pytest.raises(DataError, match="is empty: 0 samples, 0 taxa"):
         read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"shape": [2**40, 2]}, "its shape is"),
+        ({"rows": [{"id": None}, {"id": "b"}]}, "the id None is no text"),
+        ({"rows": [{"id": ""}, {"id": "b"}]}, "has an empty id among its taxa"),
+    ],
+)
+def test_a_table_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+    described = {
+        "rows": [{"id": "a"}, {"id": "b"}], "columns": [{"id": "s"}], "shape": [2, 1], "matrix_type": "sparse",
+        "data": [[0, 0, 5], [1, 0, 7]],
+    }  # fmt: skip
+    (tmp_path / "t.biom").write_text(json.dumps(described))
+    assert read_table(tmp_path / "t.biom").counts.toarray().tolist() == [[5, 7]]
+    (tmp_path / "t.biom").write_text(json.dumps(described | changes))
+    with pytest.raises(DataError, match=told):
+        read_table(tmp_path / "t.biom")
+
+
+def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+    """Python takes the last of two, and the reader of another language the first."""
+    text = '{"rows": [{"id": "a"}], "columns": [{"id": "s"}], "data": [[0, 0, 1]], "data": [[0, 0, 9]]}'
+    (tmp_path / "t.biom").write_text(text)
+    with pytest.raises(DataError, match="the key 'data' twice"):
+        read_table(tmp_path / "t.biom")

@@ -51,6 +51,8 @@ def test_underscores_and_quotes_belong_to_names(tmp_path: Path) -> None:
         ("((A:1,B:nan):1,C:1);", r"1 of 4 branches \('B:nan'\) have no finite length"),
         ("((A:1e999,B:1):1,C:1);", r"1 of 4 branches \('A:inf'\) have no finite length"),
         ("((A:0,B:0):0,C:0);", "all branches have length 0"),
+        ("((A:1e308,B:1e308):1,C:1);", "the sum of all lengths is not finite"),
+        ("((A:1,B:1):1,C:1); (D:1,E:1);", "behind the tree.* is more"),
         ("((A:1,A:1):1,C:1);", r"1 of 3 tips \('A'\) occur more than once"),
         ("(A:1,B:1,C:1);", "has no root: 3 branches meet at the top"),
     ],
@@ -63,3 +65,16 @@ def test_a_tree_that_unifrac_cannot_use_is_refused(tmp_path: Path, newick: str, 
 def test_a_tree_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\(data\.tree\) does not exist; give a tree"):
         _ = Tree(tmp_path / "t.nwk").root
+
+
+def test_a_tree_as_deep_as_its_file_is_refused_at_once(tmp_path: Path) -> None:
+    """The name of each branch without a length was looked for among all tips below it: hours for 500 kB."""
+    deep = 3000
+    newick = "(" * deep + "A" + "".join(f",B{number})" for number in range(deep)) + ";"
+    with pytest.raises(DataError, match="has no branch lengths"):
+        _ = tree(tmp_path, newick).root
+
+
+def test_what_ends_no_tree_is_no_second_one(tmp_path: Path) -> None:
+    found = tree(tmp_path, "((A:1[a; b],'B;':1):1,C:1);\n")
+    assert found.find_missing(["A", "B;", "C"]) == []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError
-from unisono.recipe_tools import safe_paths
+from unisono.recipe_tools import call_bounded, safe_paths
 from unisono_language.data.tokenizer import BESIDE, FILE, Tokenizer, read_engine
 
 TEMPLATE_FILE, ASSET = "chat_template.jinja", "chat.json"
@@ -30,6 +30,9 @@ _MORE_TEMPLATES = "additional_chat_templates"  # a folder of the library
 IGNORED = -100  # a target that the loss does not count
 Message = Mapping[str, Any]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ALL_MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+_LARGEST_CONSTANT = 10**6  # of a template
+_WIDTH = re.compile(r"[%:.][^\s]{0,3}[0-9]{6}")  # of a format, e.g. `%1000000d`
 _OWN_TEMPLATE = "give a template that marks them in data.chat_template=FILE"
 
 
@@ -231,8 +234,10 @@ class ChatTemplate:
         dated = {"strftime_now": "the day"} if "strftime_now" in source and not ask else {}
         known = {**self.special, **dated, **self.settings, **conversation.settings}
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        try:
-            rendered, ranges = render_jinja_template(
+        _check_source(source)
+
+        def render() -> tuple[list[str], list[list[tuple[int, int]]]]:
+            found: tuple[list[str], list[list[tuple[int, int]]]] = render_jinja_template(
                 conversations=[plain],
                 tools=list(conversation.tools) if conversation.tools else None,
                 chat_template=source,
@@ -240,6 +245,12 @@ class ChatTemplate:
                 add_generation_prompt=ask,
                 **known,
             )
+            return found
+
+        try:
+            rendered, ranges = call_bounded(render, "it: the chat template")
+        except DataError:
+            raise
         except Exception as error:  # templates raise many kinds
             if dated and "not callable" in str(error):
                 raise DataError(
@@ -261,6 +272,35 @@ def _read_tokenizer(folder: Path) -> Any:
             if (folder / name).is_file():
                 safe_paths.copy_inside(folder, name, Path(clean) / name)
         return PreTrainedTokenizerFast.from_pretrained(clean, local_files_only=True)
+
+
+@lru_cache(maxsize=16)
+def _check_source(source: str) -> None:
+    """Refuse a template that draws random numbers, or whose single steps may take any time and memory.
+
+    Raises:
+        DataError: with the reason.
+    """
+    import jinja2
+
+    plain = _ALL_MARKERS.sub("", source)  # which are the library's own
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except (jinja2.TemplateError, RecursionError, MemoryError):
+        return  # the library says what is wrong with it
+    if any(name.name == "lipsum" for name in tree.find_all(jinja2.nodes.Name)) or any(
+        used.name == "random" for used in tree.find_all(jinja2.nodes.Filter)
+    ):
+        raise DataError("the chat template draws random numbers, so its tokens are not reproducible")
+    constants = [constant.value for constant in tree.find_all(jinja2.nodes.Const)]
+    large = any(
+        abs(value) > _LARGEST_CONSTANT
+        if isinstance(value, int | float)
+        else isinstance(value, str) and _WIDTH.search(value) is not None
+        for value in constants
+    )
+    if large or next(tree.find_all(jinja2.nodes.Pow), None) is not None:
+        raise DataError("the chat template has powers, or numbers of millions, which no template needs")
 
 
 def check_template(template: ChatTemplate, tokenizer: Tokenizer, where: object) -> None:

@@ -25,6 +25,8 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json
 _BLANK, _BYTE = "\N{LOWER ONE EIGHTH BLOCK}", re.compile("<0x[0-9A-F]{2}>")  # in vocabularies of SentencePiece
 _BATCH = 256  # documents per call of the tokenizer
 _CHARACTERS = 1 << 22  # per call of the tokenizer
+_LARGEST_VOCABULARY = 1 << 24
+_MOST_WRITTEN = 256  # characters that a normaliser may make of one
 
 
 class _SpecialTokens(TypedDict):
@@ -196,8 +198,15 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def vocabulary_size(engine: Any) -> int:
-    """The largest id plus one, which exceeds the number of tokens if ids have gaps."""
-    return max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    """The largest id plus one, which exceeds the number of tokens if ids have gaps.
+
+    Raises:
+        DataError: for an id that no vocabulary reaches, since tables have a row for each.
+    """
+    size = max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if size > _LARGEST_VOCABULARY:
+        raise DataError(f"a tokenizer has the id {size - 1}, where none has {_LARGEST_VOCABULARY} or more; number them")
+    return size
 
 
 def read_engine(path: Path) -> Any:
@@ -215,6 +224,7 @@ def _load(path: Path, size: int, written: int) -> Any:
 
     with wrap_native_errors(f"{path} cannot be read as a tokenizer"), safe_paths.open_regular(path) as file:
         engine = Engine.from_file(safe_paths.path_of(file))
+    _check_expansion(path, engine)
     if getattr(engine.model, "dropout", None):
         raise DataError(
             f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens are not reproducible; "
@@ -223,6 +233,30 @@ def _load(path: Path, size: int, written: int) -> Any:
     engine.no_truncation()
     engine.no_padding()
     return engine
+
+
+def _check_expansion(path: Path, engine: Any) -> None:
+    """Refuse a normaliser that makes a long text of every character, which takes memory and hours."""
+    expansion = 1
+
+    def walk(part: Any) -> None:
+        nonlocal expansion
+        if isinstance(part, dict):
+            for name, value in part.items():
+                if name in ("content", "prepend") and isinstance(value, str):
+                    expansion *= max(1, len(value))
+                walk(value)
+        elif isinstance(part, list):
+            for value in part:
+                walk(value)
+
+    if (normalizer := getattr(engine, "normalizer", None)) is not None:
+        walk(safe_paths.parse_json(normalizer.__getstate__(), dict[str, Any]))
+    if expansion > _MOST_WRITTEN:
+        raise DataError(
+            f"{path} makes up to {expansion} characters of one before it tokenises, more than {_MOST_WRITTEN}; it is "
+            "damaged or forged"
+        )
 
 
 def _measure_bytes(engine: Any) -> Callable[[str], int] | None:
@@ -258,4 +292,5 @@ def _train(texts: Iterable[str], vocab_size: int) -> Any:
 def _special_id(engine: Any, token: Any) -> int | None:
     """The id of a special token; configurations give it as text or as a dictionary with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
-    return None if text is None else engine.token_to_id(text)
+    with wrap_native_errors(f"a tokenizer cannot have the special token {text!r:.40}"):
+        return None if text is None else engine.token_to_id(text)

@@ -211,6 +211,8 @@ def align_matrix(matrix: Matrix, samples: Sequence[str], rows: NDArray[np.int64]
 
 
 def _strings(ids: Any) -> list[str] | None:
+    if ids is not None and np.ndim(ids) != 1:
+        raise ValueError(f"its ids have shape {np.shape(ids)}; give a list of them")
     return None if ids is None else [name.decode() if isinstance(name, bytes) else str(name) for name in ids]
 
 

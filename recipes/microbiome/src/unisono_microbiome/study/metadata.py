@@ -184,8 +184,8 @@ def is_missing(values: Sequence[str], markers: Sequence[str]) -> NDArray[np.bool
 
 
 def parse_number(value: str) -> float | None:
-    """The number that a value is; None for a text."""
+    """The number that a value is; None for a text, also for one such as `1_000`, which Python alone takes for one."""
     try:
-        return float(value)
+        return None if "_" in value else float(value)
     except ValueError:
         return None

@@ -116,8 +116,10 @@ def _read_hdf5(path: Path, opened: str) -> CountTable:
 
 def _read_json(path: Path, described: Any) -> CountTable:
     """A table of version 1: its entries are listed by row (a taxon) and column, or row by row."""
-    samples, taxa = ([str(e["id"]) for e in described[axis]] for axis in ("columns", "rows"))
+    samples, taxa = ([_text_id(one["id"]) for one in described[axis]] for axis in ("columns", "rows"))
     _check_ids(path, samples, taxa)
+    if (shape := described.get("shape", [len(taxa), len(samples)])) != [len(taxa), len(samples)]:
+        raise ValueError(f"its shape is {shape!r:.80}, and it lists {len(taxa)} taxa, {len(samples)} samples")
     if described.get("matrix_type", "sparse") == "dense":
         dense = np.asarray(described["data"], dtype=np.float64)  # (taxa, samples)
         if dense.shape != (len(taxa), len(samples)):
@@ -134,6 +136,12 @@ def _read_json(path: Path, described: Any) -> CountTable:
     return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
 
 
+def _text_id(given: Any) -> str:
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise ValueError(f"the id {given!r:.80} is no text")
+    return str(given)
+
+
 def _read_ids(hdf5: Any, axis: str) -> list[str]:
     return [str(name) for name in hdf5[f"{axis}/ids"].asstr()[:]] if len(hdf5[f"{axis}/ids"]) else []
 
@@ -142,6 +150,8 @@ def _check_ids(path: Path, samples: list[str], taxa: list[str]) -> None:
     if not samples or not taxa:
         raise DataError(f"{path} (data.table) is empty: {len(samples)} samples, {len(taxa)} taxa")
     for what, names in (("samples", samples), ("taxa", taxa)):
+        if "" in names:
+            raise DataError(f"{path} (data.table) has an empty id among its {what}; give every one an id")
         if doubles := find_duplicates(names):
             raise DataError(
                 f"{path} (data.table) has duplicate ids: {format_share(doubles, len(names), what)}; sum or rename them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from unisono.recipe_tools import find_duplicates, format_share, import_extra, sa
 from unisono_microbiome.study import artifacts
 
 _LARGEST = 256 << 20  # bytes of a tree, which stands in one line
+_NO_ENDS = re.compile(
+    r"'[^']*(?:'|\Z)|\[[^\]]*(?:\]|\Z)"
+)  # labels in quotes and comments, whose semicolons end nothing
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Tree:
         ):
             warnings.simplefilter("ignore")  # of a file that does not look like Newick; an error follows
             text = safe_paths.read_regular(inner, _LARGEST).decode("utf-8")
+            _refuse_more(text)
             root = nodes.read(StringIO(text), format="newick", convert_underscores=False)
         self._refuse(root)
         return root
@@ -94,7 +99,10 @@ class Tree:
                 f"{self.path} (data.tree): {format_share(negative, len(nodes), 'branches')} have a length below 0; "
                 "set them to 0"
             )
-        if not sum(node.length for node in nodes) > 0:
+        total = sum(node.length for node in nodes)
+        if not math.isfinite(total):
+            raise DataError(f"{self.path} (data.tree): the sum of all lengths is not finite; write the tree again")
+        if not total > 0:
             raise DataError(f"{self.path} (data.tree): all branches have length 0, so all distances would be 0")
         if len(root.children) > 2:
             raise DataError(
@@ -111,6 +119,16 @@ def format_missing(path: Path, absent: Sequence[str], taxa: int) -> str:
     )
 
 
+def _refuse_more(text: str) -> None:
+    """Refuse what stands behind the first tree, which readers leave out without a word."""
+    more = _NO_ENDS.sub("", text).partition(";")[2].strip()
+    if more:
+        raise ValueError(f"behind the tree, which ends at the first ';', is more ({more[:20]!r}); give one tree")
+
+
 def _describe_node(node: Any) -> str:
-    tips = [tip.name for tip in node.tips()]
-    return str(node.name or (f"above {tips[0]}" if tips else "?"))
+    """A node's name, or that of a tip below it; one step after the other, as a tree may be as deep as its file."""
+    first = node
+    while first.children:
+        first = first.children[0]
+    return str(node.name or (f"above {first.name}" if first is not node and first.name else "?"))

@@ -73,7 +73,10 @@ class ColumnType:
             fits = type(value) in _JSON_TYPES.get(self.word, (int, float)) and (
                 not self._whole or self._limits[0] <= value <= self._limits[1]
             )
-            return fits, float(value) if fits and self.word.startswith("float") else value
+            if not (fits and self.word.startswith("float")):
+                return fits, value
+            fits, _ = self._floats(value)
+            return fits, float(value) if fits else value
         if not isinstance(value, list) or self.item is None:
             return isinstance(value, list), value
         if self.item.dtype and not (self.item.nulls and None in value):
@@ -84,14 +87,27 @@ class ColumnType:
     def _array(self, values: list[Any]) -> tuple[bool, Any]:
         if not set(map(type, values)) <= set(_JSON_TYPES.get(self.word, (int, float))):
             return False, values
-        if not self._whole:
+        if self.word == "bool":
             return True, np.asarray(values, dtype=self.dtype)
+        if not self._whole:
+            return self._floats(values)
         try:
             array = np.asarray(values, dtype=np.int64)
         except OverflowError:
             array = np.asarray(values, dtype=object)
         fits = not len(array) or bool(self._limits[0] <= array.min() and array.max() <= self._limits[1])
         return fits, array.astype(self.dtype) if fits else values
+
+    def _floats(self, value: Any) -> tuple[bool, Any]:
+        """A number, or a list of them, as an array; it does not fit if one of them becomes infinite."""
+        try:
+            wide = np.asarray(value, dtype=np.float64)
+        except OverflowError:  # an integer of more than 308 digits
+            return False, value
+        with np.errstate(over="ignore"):
+            narrow = wide.astype(self.dtype)
+        endless = np.isinf(narrow)
+        return not endless.any() or bool(np.isinf(wide[endless]).all()), narrow
 
     @property
     def _whole(self) -> bool:

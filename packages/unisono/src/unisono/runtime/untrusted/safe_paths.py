@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from unisono.runtime.errors import DataError, UnisonoError
+from unisono.runtime.errors import DataError, UnisonoError, find_duplicates, format_examples
 from unisono.runtime.text import one_line
 
 if TYPE_CHECKING:
@@ -171,11 +171,14 @@ def open_archive(file: BufferedReader) -> ZipFile:
 
     Raises:
         DataError: If they are too large.
+        ValueError: If two have the same name.
         BadZipFile: If it is no archive.
     """
     from zipfile import ZipFile
 
     archive, size = ZipFile(file), os.fstat(file.fileno()).st_size
+    if doubles := find_duplicates([member.filename for member in archive.infolist()]):
+        raise ValueError(f"it has two files {format_examples(doubles)}, of which readers take either; write it again")
     unpacked = sum(member.file_size for member in archive.infolist())
     if unpacked > max(_ARCHIVE_FREE, _ARCHIVE_RATIO * size):
         raise DataError(
@@ -194,7 +197,9 @@ def load_arrays(file: BufferedReader) -> dict[str, Any]:
     """
     import numpy as np
 
-    open_archive(file)
+    names = [name.removesuffix(".npy") for name in open_archive(file).namelist()]
+    if doubles := find_duplicates(names):  # NumPy takes `a` for `a.npy`
+        raise ValueError(f"it has two arrays {format_examples(doubles)}; write it again")
     file.seek(0)
     with np.load(file, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays}
@@ -234,10 +239,10 @@ def parse_json(content: bytes | str, shape: Any) -> Any:
         shape: A type as of `runtime.shapes`: a `TypedDict` of what is used, or `shapes.Object` where any keys may be.
 
     Raises:
-        ValueError: For anything that makes Python's parser fail, and for another shape, naming the place.
+        ValueError: As for `decode_json`, and for another shape, naming the place.
     """
     try:
-        value = json.loads(content)
+        value = decode_json(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     from unisono.runtime.untrusted import shapes
@@ -245,6 +250,32 @@ def parse_json(content: bytes | str, shape: Any) -> Any:
     if (wrong := shapes.misfit(value, shape)) is not None:
         raise ValueError(one_line(wrong))
     return value
+
+
+def decode_json(content: bytes | str) -> Any:
+    """Parse JSON that means the same to every reader: no key twice in an object, no number beyond a float's range.
+
+    Python's parser takes the last of two values and makes infinity of `1e400`. `NaN` and `Infinity` stay what they are.
+
+    Raises:
+        ValueError: For these, and for anything else that makes Python's parser fail.
+        RecursionError: If it is nested too deeply.
+    """
+    return json.loads(content, object_pairs_hook=_object_of, parse_float=_finite)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"it has the key {format_examples(find_duplicates([key for key, _ in pairs]))} twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number - number:  # NaN of infinity, and true
+        raise ValueError(f"the number {one_line(text, 40)} is too large for 64 bits")
+    return number
 
 
 def copy_inside(folder: Path | str, name: object, target: Path) -> None:

@@ -1,7 +1,8 @@
 """Reads CSV and TSV files as a whole, since they are usually small, into a few times their size of memory.
 
-A column has integers or floats if all its values can be parsed as such, and text otherwise. Use `expect` if that would
-be wrong: `{"id": "text"}` keeps the zeros of "007". An empty value is null, or an empty string if text is expected.
+A column has integers or floats if all its values are such numbers in decimal digits, and text otherwise: so do ids that
+a float would round, since two of them could become one. Use `expect` if that would be wrong: `{"id": "text"}` keeps the
+zeros of "007". An empty value is null, or an empty string if text is expected.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from unisono.data.sources.column_schema import ColumnRequest, ColumnType
 from unisono.data.sources.formats import tables
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError, find_duplicates, format_examples
+from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 
 _BLOCK_ROWS = 4096
 _READ_BYTES = 1 << 20
 _LINE_ENDS = re.compile(rb"\r\n?|\n")
 _INFERRED = (pa.int64(), pa.float64())
+_HEXADECIMAL = r"^\s*0[xX]"  # which Arrow takes for an integer
+_LONG = r"^\s*[+-]?[0-9]{16,}\s*$"  # an integer that 64 bits of a float may round
+_INFINITE = r"(?i)inf"
 
 
 class DelimitedReader:
@@ -88,7 +93,9 @@ def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, list[Any]]:
     text = safe_paths.Text(io.BufferedReader(stream, _READ_BYTES), file.path, "utf-8-sig", "")
     reader = csv.reader(text, delimiter="," if file.format == "csv" else "\t", strict=True)
     chunks: list[list[Any]] = []
-    filled = (line for line in reader if any(line))
+    filled = (
+        line for line in reader if len(line) > 1 or any(line)
+    )  # a row of empty values is one; a blank line is none
     try:
         header = next(filled, [])
         if doubles := find_duplicates(header):
@@ -122,16 +129,20 @@ def _typed_column(file: File, name: str, parts: list[Any], kind: ColumnType | No
     if kind is not None and kind.word == "text":
         return _convert(parts, _null_if_empty if kind.nulls else lambda values: values, pa.string())
     if kind is not None:
+        if not kind.dtype:
+            raise DataError(f"{file.path}: column '{name}' cannot be {kind}: {file.format} has texts and numbers alone")
         dtype = pa.type_for_alias(kind.dtype)
         try:
-            return _convert(parts, lambda values: _filled(values).cast(dtype), dtype)
+            return _convert(parts, lambda values: _cast(values, dtype), dtype)
         except (pa.ArrowInvalid, ValueError) as error:
             raise DataError(f"{file.path}: column '{name}' is not {kind}: {error}") from error
     for narrow in _INFERRED if any(_filled(part).null_count < len(part) for part in parts) else ():
         with suppress(pa.ArrowInvalid):
             for part in parts:
-                _filled(part).cast(narrow)
-            return _convert(parts, lambda values: _filled(values).cast(narrow), narrow)  # noqa: B023 - not kept
+                _cast(part, narrow)
+                if narrow == pa.float64() and _any_match(part, _LONG):
+                    raise pa.ArrowInvalid("it would be rounded")
+            return _convert(parts, lambda values: _cast(values, narrow), narrow)  # noqa: B023 - not kept
     return _convert(parts, _null_if_empty, pa.string())
 
 
@@ -139,6 +150,31 @@ def _convert(parts: list[Any], each: Callable[[Any], Any], kind: Any) -> Any:
     """Convert part by part, each let go at once: whole columns of texts and numbers took many times the file."""
     parts.reverse()
     return pa.chunked_array([each(parts.pop()) for _ in range(len(parts))], kind)
+
+
+def _cast(texts: Any, dtype: Any) -> Any:
+    """Texts as numbers; one that is hexadecimal, or becomes infinite, is none.
+
+    Raises:
+        pa.ArrowInvalid: Naming the text.
+    """
+    numbers = _filled(texts).cast(dtype)
+    if pa.types.is_integer(dtype):
+        wrong = pc.match_substring_regex(texts, _HEXADECIMAL)
+    elif pa.types.is_floating(dtype):
+        if not pc.any(pc.is_inf(numbers)).as_py():
+            return numbers
+        wrong = pc.and_(pc.is_inf(numbers), pc.invert(pc.match_substring_regex(texts, _INFINITE)))
+    else:
+        return numbers
+    if pc.any(wrong).as_py():
+        what = "hexadecimal" if pa.types.is_integer(dtype) else f"too large for {dtype}"
+        raise pa.ArrowInvalid(f"'{one_line(pc.filter(texts, wrong)[0].as_py(), 40)}' is {what}")
+    return numbers
+
+
+def _any_match(texts: Any, pattern: str) -> bool:
+    return bool(pc.any(pc.match_substring_regex(texts, pattern)).as_py())
 
 
 def _filled(values: Any) -> Any:

@@ -7,7 +7,6 @@ random access, so they are decompressed into the cache once; sequential reading 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tokenize
 from array import array
@@ -159,7 +158,7 @@ class LineReader:
         for row in range(len(head)):
             try:
                 _ = head[row]
-                good.append(json.loads(head.content(row).partition(b"\n")[0]))
+                good.append(safe_paths.decode_json(head.content(row).partition(b"\n")[0]))
             except DataError as error:
                 fault = fault or error
         if fault is not None and not good:
@@ -187,7 +186,7 @@ def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
 def _parse_line(line: bytes, wanted: ColumnRequest, where: Callable[[], str]) -> Record:
     """Parse a line of JSON into the requested columns."""
     try:
-        made = json.loads(line)
+        made = safe_paths.decode_json(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where()} is not JSON: {error}") from error
     if not isinstance(made, dict):

@@ -25,6 +25,8 @@ from unisono.runtime.untrusted import safe_paths
 ARRAY_COLUMN = "array"  # of files without named fields
 _BLOCK = 1 << 20  # bytes of rows per block
 _HEADER = 1 << 16  # bytes; NumPy refuses longer ones
+_MOST_AXES = 32  # of an array, which every version of NumPy has
+_MOST_CHARACTER = 0x10FFFF  # of Unicode
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,15 @@ def _parse_header(path: str, content: bytes) -> _Header:
     begin = io.BytesIO(content)
     with wrap_native_errors(f"{path} cannot be read as npy"):  # NumPy uses Python's parser
         version = numpy_format.read_magic(begin)
+        if version not in ((1, 0), (2, 0), (3, 0)):
+            raise ValueError(f"its version is {version[0]}.{version[1]}, and 1.0 to 3.0 are known")
         read = numpy_format.read_array_header_1_0 if version == (1, 0) else numpy_format.read_array_header_2_0
         shape, transposed, dtype = read(begin)
+        if version == (3, 0) and dtype.names:  # which is in UTF-8, and read as Latin-1 by the function of 2.0
+            dtype.names = tuple(name.encode("latin-1").decode("utf-8") for name in dtype.names)
+        if len(shape) + len(dtype.shape) > _MOST_AXES or (dtype.itemsize == 0 and dtype.kind in "US"):
+            raise ValueError(f"its shape is {one_line(shape)}, of {dtype}")
+        shape, dtype = (*shape, *dtype.shape), dtype.base  # of a `dtype` that is an array itself
     if any(not 0 <= length < 1 << 62 for length in shape):
         raise DataError(f"{path} cannot be read as npy: its header says that its shape is {one_line(shape)}")
     if dtype.hasobject:
@@ -79,6 +88,7 @@ class ArrayBlock:
     def __init__(self, rows: NDArray[Any], columns: tuple[str, ...] | None, weight: int) -> None:
         self.weight = weight
         self._rows, self._columns = rows, columns
+        _check_characters(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,6 +101,16 @@ class ArrayBlock:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
+
+
+def _check_characters(rows: NDArray[Any]) -> None:
+    """Refuse texts with characters that do not exist, of which NumPy makes strings that end Python later."""
+    for name in rows.dtype.names or ():
+        _check_characters(rows[name])
+    if rows.dtype.kind == "U" and rows.size:
+        codes = np.ascontiguousarray(rows).view(rows.dtype.byteorder + "u4" if rows.dtype.byteorder in "<>" else "u4")
+        if (wrong := (codes > _MOST_CHARACTER) | ((codes >= 0xD800) & (codes < 0xE000))).any():
+            raise ValueError(f"a text has the character {codes[wrong][0]:#x}, which does not exist")
 
 
 def _copy_value(value: Any) -> Any:
@@ -128,11 +148,11 @@ class NpyReader:
         """Rows of a block."""
         found, count = self._header, int(self.rows[number])
         begin = found.begin + number * self._per_block * found.row
-        if self._content is not None:
-            return ArrayBlock(_view_rows(found, self._content, count, begin), self._wanted.columns, 0)
         with wrap_read_errors(self._file):
+            if self._content is not None:
+                return ArrayBlock(_view_rows(found, self._content, count, begin), self._wanted.columns, 0)
             content = self._file.range(begin, begin + count * found.row)
-        return ArrayBlock(_view_rows(found, content, count), self._wanted.columns, len(content))
+            return ArrayBlock(_view_rows(found, content, count), self._wanted.columns, len(content))
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """The lengths of lists, which are all equal, or the values of an integer column."""

@@ -13,9 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unisono.data.sources.column_schema import ColumnRequest, is_list, is_number, unwrap_type
-from unisono.runtime.errors import DataError
+from unisono.runtime.code.native_errors import wrap_native_errors
+from unisono.runtime.errors import DataError, find_duplicates, format_examples
 
 _ROWS_PER_BATCH = 256  # rows converted at a time in sequential reading
+_BATCH_BYTES = 16 << 20  # of columns converted at a time; Python's objects take several times as much
+_LEAST_BYTES = 8  # of a value
+_REPEATING = (
+    "is_dictionary", "is_run_end_encoded", "is_list_view", "is_large_list_view", "is_string_view", "is_binary_view",
+)  # fmt: skip
 
 
 class TableBlock:
@@ -31,6 +37,8 @@ class TableBlock:
 
     def __init__(self, table: Any, path: str, first: int, wanted: ColumnRequest, weight: int) -> None:
         self.weight = weight
+        if doubles := find_duplicates(table.schema.names):
+            raise DataError(f"{path} has columns of the same name: {format_examples(doubles)}; rename them")
         self._columns = {
             name: _single_chunk(column) for name, column in zip(table.schema.names, table.columns, strict=True)
         }
@@ -46,38 +54,46 @@ class TableBlock:
         return record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for first in range(0, len(self), _ROWS_PER_BATCH):
-            count = min(_ROWS_PER_BATCH, len(self) - first)
+        at_once = self._rows_at_once()
+        for first in range(0, len(self), at_once):
+            count = min(at_once, len(self) - first)
             columns = [self._values(name, first, count) for name in self._columns]
-            for place, values in enumerate(zip(*columns, strict=True)):
+            for place, values in enumerate(zip(*columns, strict=True) if columns else [()] * count):
                 record = dict(zip(self._columns, values, strict=True))
                 self._check(first + place, record)
                 yield record
+
+    def _rows_at_once(self) -> int:
+        """As many rows as take little memory, since a few bytes of a file may name one long value again and again."""
+        size = 0.0
+        for column in self._columns.values():
+            size += _largest_value(column) if _repeats(column.type) else column.nbytes / max(1, len(self))
+        return int(max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1.0, size))))
 
     def _check(self, row: int, record: dict[str, Any]) -> None:
         if self._wanted.types:
             self._wanted.check_nulls(lambda: f"{self._path}, row {self._first + row} (from 0)", record)
 
     def _values(self, name: str, first: int, count: int) -> list[Any]:
-        column = self._columns[name].slice(first, count)
-        try:
+        column, row = self._columns[name].slice(first, count), self._first + first
+        with wrap_native_errors(  # a number beyond the dictionary, a day beyond Python's years, a time zone of nowhere
+            f"{self._path}: column '{name}' is damaged at row {row} (from 0) or after it",
+            advice="write or copy the file again",
+        ):
             _check_offsets(column)
-            return self._made[name](column)
-        except UnicodeDecodeError as error:
-            for place in range(count):
-                try:
-                    column[place].as_py()
-                except UnicodeDecodeError as fault:
-                    row = self._first + first + place
-                    raise DataError(
-                        f"{self._path}: row {row} (from 0) of column '{name}' is not UTF-8: {fault}"
-                    ) from fault
-            raise DataError(f"{self._path}: column '{name}' is not UTF-8: {error}") from error
-        except pa.ArrowException as error:  # e.g. a number beyond the dictionary
-            raise DataError(
-                f"{self._path}: column '{name}' is damaged at row {self._first + first} (from 0) or after it: {error}; "
-                "write or copy the file again"
-            ) from error
+            try:
+                return self._made[name](column)
+            except UnicodeDecodeError as error:
+                raise self._text_error(name, column, row, error) from error
+
+    def _text_error(self, name: str, column: Any, first: int, error: UnicodeDecodeError) -> DataError:
+        """Name the row whose text is none."""
+        for place in range(len(column)):
+            try:
+                column[place].as_py()
+            except UnicodeDecodeError as fault:
+                return DataError(f"{self._path}: row {first + place} (from 0) of column '{name}' is not UTF-8: {fault}")
+        return DataError(f"{self._path}: column '{name}' is not UTF-8: {error}")
 
 
 def _value_converter(kind: Any) -> Callable[[Any], list[Any]]:
@@ -94,7 +110,9 @@ def _to_arrays(column: Any) -> list[Any]:
     if isinstance(column, pa.ChunkedArray):
         return [value for chunk in column.chunks for value in _to_arrays(chunk)]
     if isinstance(column, pa.ExtensionArray):
-        column = column.storage
+        return _to_arrays(column.storage)
+    if isinstance(column, pa.DictionaryArray):
+        return _to_arrays(column.dictionary_decode())
     flat = column.flatten()
     if column.null_count or flat.null_count:  # row by row, so that no row depends on its neighbours
         if len(column) == 1:
@@ -122,8 +140,9 @@ def _check_offsets(column: Any) -> None:
     elif isinstance(column, pa.ExtensionArray):
         _check_offsets(column.storage)
     elif isinstance(column, pa.DictionaryArray):
-        if (least := pc.min(column.indices).as_py()) is not None and least < 0:
-            raise pa.ArrowInvalid(f"it has the number {least} in a dictionary")
+        ends = pc.min_max(column.indices).as_py()  # Arrow ends the process at unsigned ones of 2^63 and more
+        if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
+            raise pa.ArrowInvalid(f"it has numbers of {ends['min']} to {ends['max']} in a dictionary")
         _check_offsets(column.dictionary)
     elif isinstance(column, pa.StructArray):
         for place in range(kind.num_fields):
@@ -139,6 +158,44 @@ def _check_offsets(column: Any) -> None:
         _check_offsets(column.values.slice(offsets[0], offsets[-1] - offsets[0]))
     elif not is_number(kind):
         column.validate(full=True)
+
+
+def _repeats(kind: Any) -> bool:
+    """Whether many rows of a column of this type may share the same bytes of the file."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _repeats(kind.storage_type)
+    if any(getattr(pa.types, name)(kind) for name in _REPEATING):
+        return True
+    return any(_repeats(kind.field(place).type) for place in range(kind.num_fields))
+
+
+def _largest_value(column: Any) -> int:
+    """Bytes of the largest value of a column, at most, by its offsets and without following them."""
+    kind = column.type
+    if isinstance(column, pa.ChunkedArray):
+        return max(map(_largest_value, column.chunks), default=0)
+    if isinstance(column, pa.ExtensionArray):
+        return _largest_value(column.storage)
+    if isinstance(column, pa.DictionaryArray):
+        return _largest_value(column.dictionary)
+    if isinstance(column, pa.RunEndEncodedArray):
+        return _largest_value(column.values)
+    if isinstance(column, pa.StructArray):
+        return sum(_largest_value(column.field(place)) for place in range(kind.num_fields))
+    if isinstance(column, pa.UnionArray):
+        return max((_largest_value(column.field(place)) for place in range(kind.num_fields)), default=0)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        sizes = np.frombuffer(column.buffers()[1] or b"", "<i4").reshape(-1, 4)[:, 0]  # each begins with its length
+        return max(_LEAST_BYTES, int(sizes[column.offset : column.offset + len(column)].max(initial=0)))
+    if isinstance(column, pa.FixedSizeListArray):
+        return int(kind.list_size) * _largest_value(column.values)
+    if is_list(kind) or pa.types.is_map(kind):
+        views = isinstance(column, pa.ListViewArray | pa.LargeListViewArray)
+        sizes = column.sizes.to_numpy() if views else np.diff(column.offsets.to_numpy())
+        return max(0, int(sizes.max(initial=0))) * _largest_value(column.values)
+    if pa.types.is_primitive(kind) or pa.types.is_null(kind) or pa.types.is_fixed_size_binary(kind):
+        return max(_LEAST_BYTES, 0 if pa.types.is_null(kind) else kind.bit_width // 8)
+    return max(_LEAST_BYTES, pc.max(pc.binary_length(column)).as_py() or 0)
 
 
 def column_lengths(column: Any) -> Any:
