@@ -50,7 +50,6 @@ TOLD = {  # single functions
     "observe.tensorboard.picture": "of the user's callback", "observe.tensorboard.sound": "of the user's callback",
     "unisono_sweeps.axes._key_lines": "the user's sweep, a Python file that runs",
     "unisono_sweeps.report.page.render": "files in the package",
-    "data.ledger._truncate_torn": "opened for writing, in a folder whose lock is held",
     "unisono_microbiome.study.table._read_hdf5": "the open file that its argument is",
     "unisono_microbiome.study.artifacts.write_artifact": "the archive that it writes",
 }  # fmt: skip
@@ -108,6 +107,10 @@ OWN_RECORDS = {  # who has written what they parse by themselves
 _PARSERS = (("json", "loads"), ("json", "load"), ("safe_paths", "decode_json"))
 
 
+class _Outside(list[ast.Call]):
+    """The calls outside of all functions."""
+
+
 @cache
 def _functions() -> list[tuple[str, list[ast.Call]]]:
     """Every function of all our packages but the fault matrix, which is a test bed, with the calls in it.
@@ -120,14 +123,23 @@ def _functions() -> list[tuple[str, list[ast.Call]]]:
             name = ".".join(path.relative_to(source).with_suffix("").parts).removeprefix("unisono.")
             if name.startswith("unisono_faults"):
                 continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            owners = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-            inside = {id(call) for owner in owners for call in ast.walk(owner)}
-            for owner in owners:
-                found.append((f"{name}.{owner.name}", [n for n in ast.walk(owner) if isinstance(n, ast.Call)]))
-            outside = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and id(n) not in inside]
+            outside = _Outside()
+            _visit(ast.parse(path.read_text(encoding="utf-8")), name, [outside], found)
             found.append((f"{name}.", outside))
     return found
+
+
+def _visit(node: ast.AST, module: str, owners: list[list[ast.Call]], found: list[tuple[str, list[ast.Call]]]) -> None:
+    """Give each call below a node to all the functions around it, or to the module if there are none."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        inside: list[ast.Call] = []
+        owners = [*owners[isinstance(owners[0], _Outside) :], inside]
+        found.append((f"{module}.{node.name}", inside))
+    elif isinstance(node, ast.Call):
+        for calls in owners:
+            calls.append(node)
+    for child in ast.iter_child_nodes(node):
+        _visit(child, module, owners, found)
 
 
 def _called(call: ast.Call) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from unisono.launch.launcher import Ended
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, Preempted, UnisonoError
 from unisono.runtime.files import write_whole
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Integer, Number
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono.supervise.step_sync import AS_REQUESTED
@@ -83,7 +83,7 @@ def is_sweep(folder: Path) -> bool:
 def add_outcome(folder: Path, outcome: Outcome) -> None:
     """Note how a run ended; where that cannot be written, it is said, and the other runs go on."""
     try:
-        with (folder / OUTCOMES).open("a", encoding="utf-8") as file:
+        with safe_writing.open_to_append(folder, OUTCOMES) as file:
             file.write(json.dumps(outcome) + "\n")
     except OSError as error:
         say(f"unisono: WARNING: {folder / OUTCOMES} cannot be written: {error.strerror}", error=True)

@@ -25,6 +25,7 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
 from unisono.runtime.files import write_whole
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_writing
 from unisono.runtime.untrusted.shapes import misfit
 from unisono.supervise import identity
 from unisono.supervise.run_facts import read_run_facts
@@ -291,5 +292,5 @@ def write_best(run: Path, path: Path) -> None:
     config = dict(read_run_facts(run).config)
     kept = {name: value for name, value in config.items() if name not in ("layout", "launch", "run")}
     kept["run"] = {"seed": config["run"]["seed"]}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    safe_writing.make_folder(path.parents[1], path.parent.name)
     write_whole(path, yaml.safe_dump(kept, sort_keys=False))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.runtime.display.work_progress import show_progress
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
     from unisono.runtime.files import atomic_file, cache_entry, make_private, pickle_hint, write_whole
-    from unisono.runtime.untrusted import safe_paths
+    from unisono.runtime.untrusted import safe_paths, safe_writing
     from unisono.runtime.untrusted.bounded_call import call_bounded
     from unisono.runtime.untrusted.hdf5 import check_hdf5
     from unisono.supervise.processes import die_with_process
@@ -44,12 +44,13 @@ _HOME = {
     "preparing": "runtime.display.preparing",
     "real_tensors": "engines.torch.content",
     "safe_paths": "runtime.untrusted",
+    "safe_writing": "runtime.untrusted",
     "say": "runtime.console",
     "show_progress": "runtime.display.work_progress",
     "wrap_native_errors": "runtime.code.native_errors",
     "write_whole": "runtime.files",
 }
-_MODULES = ["hf_config", "safe_paths"]  # names that are modules themselves
+_MODULES = ["hf_config", "safe_paths", "safe_writing"]  # names that are modules themselves
 
 __all__ = [
     "PromoteToDouble",
@@ -70,6 +71,7 @@ __all__ = [
     "preparing",
     "real_tensors",
     "safe_paths",
+    "safe_writing",
     "say",
     "show_progress",
     "wrap_native_errors",

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import Callback, RunInfo
+from unisono.recipe_tools import atomic_file, safe_writing
 from unisono_speech.data.labels import IGNORED
 from unisono_speech.data.voices import pcm_wav
 
@@ -49,11 +50,11 @@ class Show(Callback):
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write what this evaluation has kept; only the first process writes."""
-        kept, codec, folder = list(self._task.shown), self._task.codec, self._run.directory / "samples"
+        kept, codec = list(self._task.shown), self._task.codec
         self._task.shown.clear()
         if not self._run.is_first:
             return
-        folder.mkdir(exist_ok=True)
+        folder = safe_writing.make_folder(self._run.directory, "samples")
         for number, (predicted, truth) in enumerate(kept):
             sounds = {"predicted": sound_of(predicted, truth, codec), "true": sound_of(truth, truth, codec)}
             stem = f"step-{step:08d}-{number}"
@@ -76,7 +77,8 @@ def sound_of(predicted: Codes, truth: Codes, codec: Codec) -> NDArray[np.float32
 
 def write_wav(path: Path, sound: NDArray[np.float32], rate: int) -> None:
     """Write sound (n,) in [-1, 1] as a WAV file of 16 bits."""
-    path.write_bytes(pcm_wav(np.clip(sound, -1, 1) * 32767, rate))
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(pcm_wav(np.clip(sound, -1, 1) * 32767, rate))
 
 
 def draw(path: Path, sounds: Mapping[str, NDArray[np.float32]], rate: int) -> None:
@@ -93,7 +95,8 @@ def draw(path: Path, sounds: Mapping[str, NDArray[np.float32]], rate: int) -> No
         )
         axis.imshow(bands.T, origin="lower", aspect="auto", extent=(0, len(sound) / rate, 0, 64), vmin=-7, vmax=6)
         axis.set(title=name, xlabel="seconds", ylabel="mel band")
-    figure.savefig(path, dpi=100)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
 
 
 def _runs(real: NDArray[np.bool_]) -> list[tuple[int, int]]:

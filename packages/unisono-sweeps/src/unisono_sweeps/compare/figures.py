@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from unisono.runtime.code.entry_points import import_extra
+from unisono.runtime.files import atomic_file
 from unisono.supervise.run_facts import RunFacts
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw
@@ -36,7 +37,7 @@ def draw_figures(
     """Draw all pictures that the runs have data for; returns their files.
 
     Args:
-        folder: for the files.
+        folder: for the files; must exist.
         runs: to compare.
         table: of `compare_runs`, in the same order.
         keys: that differ.
@@ -46,7 +47,6 @@ def draw_figures(
     """
     import_extra("matplotlib", "plots", "drawing pictures", of="unisono-sweeps").use("Agg")  # without a display
     plot = import_extra("matplotlib.pyplot", "plots", "drawing pictures", of="unisono-sweeps")
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = [_draw_curves(plot, folder / "curves.png", runs, table, keys, metric)]
     short = shorten_keys(list(keys))
     for key in keys:
@@ -213,7 +213,8 @@ def _draw_fit(plot: Any, path: Path, table: pa.Table, column: str, law: PowerLaw
 
 
 def _save(plot: Any, figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     plot.close(figure)
     return path
 

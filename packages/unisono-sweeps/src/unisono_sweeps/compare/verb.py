@@ -17,7 +17,9 @@ from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.console import say, terminal_width
 from unisono.runtime.display.text_table import format_table
 from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.files import atomic_file
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_writing
 from unisono_sweeps import record
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw, fit_power_law
@@ -52,8 +54,12 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
         raise ConfigError(f"metric={metric}: the runs have no such column, {nearest(metric, metrics)}")
     out = settings.out or (paths[0] if len(paths) == 1 and len(runs) > 1 else Path()) / "comparison"
     with wrap_native_errors(f"{out} cannot be written to", ConfigError, "choose another place: out=FOLDER"):
-        out.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(table, out / "runs.parquet")
+        if settings.out:
+            out.mkdir(parents=True, exist_ok=True)
+        else:
+            safe_writing.make_folder(out.parent, out.name)
+        with atomic_file(out / "runs.parquet") as temporary:
+            parquet.write_table(table, temporary)
     shown = aggregate_seeds(table, keys) if SEED in keys else table
     say(
         "\n".join(

@@ -22,6 +22,7 @@ from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.untrusted import safe_writing
 from unisono.supervise.processes import die_with_process
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 
@@ -161,7 +162,7 @@ class _Process:
                 os.sched_setaffinity(0, share.cores)
             die_with_process(launcher)
 
-        with job.console.open("ab") as console:
+        with safe_writing.open_to_append(job.console.parent, job.console.name) as console:
             self._process = subprocess.Popen(
                 job.command,
                 stdin=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.runtime.code.entry_points import import_extra
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.untrusted import safe_writing
 from unisono.supervise.processes import die_with_process
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 from unisono_sweeps.launchers.hosts import console_of, join_words, list_cores, refuse_misfit
@@ -192,7 +193,7 @@ class Host:
         """Start the run's launcher."""
         path, actor = Path(self._folder, console), os.getpid()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as output:
+        with safe_writing.open_to_append(path.parent, path.name) as output:
             self._process = subprocess.Popen(
                 list(command),
                 cwd=self._folder,

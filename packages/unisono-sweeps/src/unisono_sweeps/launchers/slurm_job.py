@@ -20,6 +20,7 @@ from typing import Any
 
 from unisono.runtime.errors import Preempted
 from unisono.runtime.files import write_whole
+from unisono.runtime.untrusted import safe_writing
 from unisono_sweeps.launchers.console import last_sentence
 
 _POLL = 0.2  # seconds
@@ -82,7 +83,7 @@ class SlurmRun:
             for name in _OF_A_TASK:
                 environment.pop(name, None)
         console.parent.mkdir(parents=True, exist_ok=True)
-        with console.open("ab") as output:
+        with safe_writing.open_to_append(console.parent, console.name) as output:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             )

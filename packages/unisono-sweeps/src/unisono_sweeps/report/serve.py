@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +17,7 @@ from time import monotonic
 
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError
+from unisono.runtime.text import one_line
 from unisono_sweeps.report.content import describe
 
 _HOST = "127.0.0.1"
@@ -56,6 +58,12 @@ class ReportServer(ThreadingHTTPServer):
     def address(self) -> str:
         """Of the page, with the token."""
         return f"http://{_HOST}:{self.server_port}/{self.token}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print no traceback: a visitor that goes away is none of ours, and whoever reaches the port can be one."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            say(f"unisono: WARNING: the page could not be made: {one_line(error)}", error=True)
 
     def render(self) -> str:
         """The page as it is now.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments, before_run, completion, data, elsewhere, export, new, plugins, runs
 from unisono.cli import verbs as recipe_verbs
+from unisono.runtime import console
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say, terminal_width
 from unisono.runtime.display.preparing import preparing
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from unisono.runtime.errors import UnisonoError
 
 INTERRUPTED = 130  # the exit code
+_TRAINS = ("train", "resume", "sweep", "search")
 EPILOG = """\
 examples:
   unisono train language                                        train the embedded example
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words of the command; None for those of this process, which then ends here where it has computed.
     """
+    console.lost.clear()
+    if argv is None:
+        console.open_missing_streams()
+        console.clean_warnings()
     try:
         code = _run(argv)
     except Exception as error:
@@ -58,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = format_error(error)
         say(text if text.startswith("Traceback") else f"unisono: error: {text}", error=True)
         code = 1
+    if console.lost:
+        words = sys.argv[1:] if argv is None else argv
+        code = code or int(words[0] not in _TRAINS)  # what else was asked for is in what it prints
+        console.discard_output(sys.stdout)  # or the interpreter tries once more to write it, and says so
     if argv is None and "torch" in sys.modules:
         # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops
         # within torch, as one that makes samples or saves, aborts the process, whatever its exit code was to be.

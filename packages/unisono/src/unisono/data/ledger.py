@@ -27,7 +27,7 @@ from unisono.data.order.order import mix_bits
 from unisono.data.order.plan import SampleIndices
 from unisono.runtime.errors import RecordError, RunError
 from unisono.runtime.files import wrap_record_errors
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Count
 
 FOLDER = "ledger"
@@ -67,12 +67,12 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, first: int, start: str) -> None:
-        self._path = path = folder / FOLDER / f"rank-{rank:05d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        self._chain, torn = _truncate_torn(path)
+        name = f"{FOLDER}/rank-{rank:05d}.jsonl"
+        self._path = folder / name
+        self._chain, torn = _truncate_torn(folder, name)
         self._consumed = 0
         self._held: list[str] = []
-        self._file = path.open("a", encoding="utf-8")
+        self._file = safe_writing.open_to_append(folder, name)
         marker = {"start": start, "first": first, "world_size": world_size, "rank": rank}
         self._write({**marker, "torn": torn} if torn else marker)
 
@@ -122,7 +122,7 @@ class Ledger:
     def mark(self) -> dict[str, Any]:
         """The end of this process's flushed file, for a checkpoint; see `merge_marks`."""
         size = os.fstat(self._file.fileno()).st_size
-        return {"file": Path(self._file.name).name, "bytes": size, "chain": self._chain, "consumed": self._consumed}
+        return {"file": self._path.name, "bytes": size, "chain": self._chain, "consumed": self._consumed}
 
     def _write(self, line: dict[str, Any]) -> None:
         body = json.dumps(line, separators=(",", ":"))
@@ -287,11 +287,9 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
     return starts, faults
 
 
-def _truncate_torn(path: Path) -> tuple[str, int]:
+def _truncate_torn(folder: Path, name: str) -> tuple[str, int]:
     """Truncate a file after its last complete line; returns that line's digest, and the number of bytes removed."""
-    if not path.exists():
-        return "", 0
-    with path.open("r+b") as file:
+    with safe_writing.open_to_change(folder, name) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read()

@@ -8,14 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from unisono.runtime import secrets
 from unisono.runtime.files import wrap_record_errors, write_whole
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Number, misfit
 
 NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events about where and how a run resumed
@@ -49,7 +49,7 @@ class Events:
             kept = [line for line, event in seen if event["step"] <= first_step or NOTE_KEYS & event.keys()]
             self._notes = {line for line, event in seen if NOTE_KEYS & event.keys()}
         write_whole(path, "".join(f"{line}\n" for line in kept))
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._file = safe_writing.open_to_append(path.parent, path.name)
 
     def write(self, event: dict[str, Any]) -> None:
         """Append one event and flush it.
@@ -89,7 +89,7 @@ def _parse_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
     """Append an event to a file that no process of the run has open, after any half-written line."""
     text = safe_paths.read_bytes(path.parent, path.name, _LARGEST) if os.path.lexists(path) else b""
-    with path.open("a", encoding="utf-8") as file:
+    with safe_writing.open_to_append(path.parent, path.name) as file:
         file.write("\n" * (not text.endswith(b"\n") and bool(text)) + _line(event))
 
 

@@ -12,6 +12,7 @@ from typing import TextIO
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.console import clean, terminal_width
 from unisono.runtime.text import fold
+from unisono.runtime.untrusted import safe_writing
 
 _undo = ExitStack()
 
@@ -24,7 +25,7 @@ def start_logging(run: Path, place: ProcessInfo) -> None:
     _undo.callback(setattr, logger, "propagate", logger.propagate)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    file = logging.FileHandler(_log_file(run, place), encoding="utf-8")
+    file = _FileHandler(_open_log(run, place))
     file.setFormatter(_MaskingFormatter(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
     _add_handler(logger, file)
     if place.is_first:
@@ -56,7 +57,7 @@ def stop_logging() -> None:
 
 def log_fault(run: Path, place: ProcessInfo, text: str) -> None:
     """Write the error that ended this process into its log file, if possible, whether or not logging is started."""
-    with suppress(OSError), _log_file(run, place).open("a", encoding="utf-8") as file:
+    with suppress(OSError), _open_log(run, place) as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {clean(text.rstrip())}\n")
 
 
@@ -94,10 +95,18 @@ class _FoldingFormatter(_MaskingFormatter):
         return text if width is None else fold(text, width)
 
 
-def _log_file(run: Path, place: ProcessInfo) -> Path:
-    folder = run / "logs"
-    folder.mkdir(exist_ok=True)  # never the run's folder, which somebody may have renamed
-    return folder / f"rank-{place.rank:05d}.log"
+def _open_log(run: Path, place: ProcessInfo) -> TextIO:
+    """A process's log; the run's folder is never created, since somebody may have renamed it."""
+    return safe_writing.open_to_append(run, f"logs/rank-{place.rank:05d}.log")
+
+
+class _FileHandler(logging.StreamHandler[TextIO]):
+    """Writes into an open file, and closes it at the end."""
+
+    def close(self) -> None:
+        super().close()
+        with suppress(OSError):  # of what could not be written, which was reported then
+            self.stream.close()
 
 
 def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.engines.protocol import TRACE_PREFIX, Engine
+from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,8 @@ class Profile:
             lines = format_table(ranks, steps)
             described = {"steps": list(steps), "unit": "ms per step", "ranks": ranks}
             try:
-                (self._folder / "table.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-                (self._folder / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+                write_whole(self._folder / "table.json", json.dumps(described, indent=1) + "\n")
+                write_whole(self._folder / "table.txt", "\n".join(lines) + "\n")
             except OSError as error:
                 log.warning("the profile's table could not be written (%s); the run continues", error)
             for line in (*lines, f"profile: {self._folder} (open the traces in https://ui.perfetto.dev)"):

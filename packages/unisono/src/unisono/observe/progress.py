@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 
 from unisono.observe.live import PATIENCE, LiveDisplay
 from unisono.observe.notebook_progress import NotebookProgress
-from unisono.runtime.console import clean, discard_output
+from unisono.runtime.console import clean, discard_output, note_lost
 from unisono.runtime.display import notebook
 from unisono.runtime.display.work_progress import show_progress
 from unisono.runtime.text import fold
@@ -54,6 +55,13 @@ class RunConsole(Console):
     def is_terminal(self) -> bool:
         """Whether there is a terminal; FORCE_COLOR, which CI and notebooks set, makes none of a pipe."""
         return super().is_terminal and self.file.isatty() and not notebook.is_below_cell()
+
+    def print(self, *texts: Any, **settings: Any) -> None:
+        """Print, if that is possible: no run ends because its output cannot be written."""
+        try:
+            super().print(*texts, **settings)
+        except OSError as error:
+            note_lost(error)
 
     def on_broken_pipe(self) -> None:
         """Discard what is printed from now on."""

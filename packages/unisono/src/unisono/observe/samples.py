@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.files import atomic_file
+from unisono.runtime.untrusted import safe_writing
 
 FOLDER = "samples"  # in the run directory
 MEDIA = {".png": "picture", ".wav": "sound"}  # what a tracker does with a file, by its suffix
@@ -102,9 +104,10 @@ def encode_png(name: str, pixels: np.ndarray[Any, Any]) -> bytes:
 
 
 def _write_picture(folder: Path, step: int, name: str, content: bytes) -> Sample:
-    path = folder / FOLDER / f"step-{step:08d}-{re.sub(r'[^A-Za-z0-9_.=-]+', '-', name)[:100]}.png"
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
+    file = f"step-{step:08d}-{re.sub(r'[^A-Za-z0-9_.=-]+', '-', name)[:100]}.png"
+    path = safe_writing.make_folder(folder, FOLDER) / file
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content)
     return Sample("picture", (path,), {"file": str(path.relative_to(folder))})
 
 

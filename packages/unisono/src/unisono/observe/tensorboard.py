@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from unisono.observe.trackers import TrackedRun
+from unisono.runtime.untrusted import safe_writing
 
 
 class Tracker:
@@ -19,7 +20,7 @@ class Tracker:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = str(run.folder / "tensorboard")
+        folder = str(safe_writing.make_folder(run.folder, "tensorboard"))
         self._writer = SummaryWriter(folder, purge_step=run.first_step + 1 if run.first_step else None)
         self._step = run.first_step
         for name, values in (("config", run.config), ("facts", run.facts)):

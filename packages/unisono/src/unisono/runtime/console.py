@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from unisono.runtime import secrets
 from unisono.runtime.text import escape_controls, fold
+
+lost: list[OSError] = []  # why messages of this process could not be written
 
 
 def clean(text: object) -> str:
@@ -37,6 +40,8 @@ def say(text: object = "", *, error: bool = False, end: str = "\n", verbatim: bo
         print(message, file=stream, flush=True, end=end)
     except BrokenPipeError:
         discard_output(stream)
+    except OSError as error:
+        note_lost(error)
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
@@ -47,6 +52,40 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
     with suppress(OSError, ValueError):
         return (os.get_terminal_size(stream.fileno()).columns or 80) - 1  # some terminals wrap a line that fills them
     return 79
+
+
+def note_lost(error: OSError) -> None:
+    """Note that a message could not be written, as into a file on a full disk: no run ends for that."""
+    if not lost:
+        with suppress(OSError):  # it may lead to the same file
+            sys.stderr.write(f"unisono: WARNING: what this command prints is lost: {error.strerror}\n")
+            sys.stderr.flush()
+    lost.append(error)
+
+
+def open_missing_streams() -> None:
+    """Give a process that was started without standard streams (`>&-`) ones that lead nowhere.
+
+    Otherwise the next file that is opened, a checkpoint or a record, would be what a library's C code prints into.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number, inheritable=True)
+                os.close(descriptor)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def clean_warnings() -> None:
+    """Let what libraries warn of pass the filters too: it may quote a name from somebody else's data."""
+    plain = warnings.formatwarning
+
+    def format_cleanly(*arguments: Any, **named: Any) -> str:
+        return clean(plain(*arguments, **named))
+
+    warnings.formatwarning = format_cleanly
 
 
 def discard_output(stream: TextIO) -> None:

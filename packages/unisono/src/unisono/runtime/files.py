@@ -69,7 +69,7 @@ def write_with_backup(path: Path, text: str) -> None:
     before = safe_paths.read_text(path.parent, path.name) if path.is_file() else None
     if before is not None and before != text:
         earlier = path.parent.glob(f"{path.stem}.*{path.suffix}")
-        kept = {int(number): old for old in earlier if (number := old.suffixes[-2][1:]).isdigit()}
+        kept = {int(number): old for old in earlier if (number := old.suffixes[-2][1:]).isdecimal()}
         newest = max(kept, default=0)
         known = safe_paths.read_text(path.parent, kept[newest].name) if newest else None
         if known != before:  # else another process has kept it already

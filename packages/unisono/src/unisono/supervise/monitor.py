@@ -33,6 +33,7 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import DeadlineError, DesyncError, StuckError
 from unisono.runtime.files import write_whole
 from unisono.runtime.heartbeat import HeartbeatRecord
+from unisono.runtime.untrusted import safe_writing
 from unisono.supervise import processes
 from unisono.supervise.hangs import collective_mismatch, hang_detection, stacks
 from unisono.supervise.hangs.hang_detection import MonitorFinding, PhaseLimits, RankStatus
@@ -243,10 +244,9 @@ class Monitor:
 
         def keep() -> None:
             if texts:
-                where.parent.mkdir(exist_ok=True)
-                where.mkdir(exist_ok=True)
+                safe_writing.make_folder(safe_writing.make_folder(where.parents[1], where.parent.name), where.name)
             for name, text in texts.items():
-                (where / name).write_text(text, encoding="utf-8")
+                write_whole(where / name, text)
             write_finding(finding_path(self._folder, node), finding, node, stored)
 
         _run_with_timeout(keep)
@@ -266,8 +266,8 @@ class Monitor:
     def _report_stragglers(self, seen: Mapping[int, RankStatus]) -> None:
         for line in self._stragglers.update({rank: one.record for rank, one in seen.items()}):
             _print_line(f"unisono: WARNING: {line}")
-            path = self._folder / "logs" / f"monitor-node-{self._specification.node}.log"
-            with suppress(OSError), path.open("a") as file:
+            name = f"logs/monitor-node-{self._specification.node}.log"
+            with suppress(OSError), safe_writing.open_to_append(self._folder, name) as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 

@@ -28,7 +28,7 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole
 from unisono.runtime.text import one_line
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.supervise import identity
 
 FOLDER = "lease"
@@ -175,7 +175,7 @@ def was_released(folder: Path) -> bool:
 
 
 def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
-    (folder / FOLDER).mkdir(exist_ok=True)
+    safe_writing.make_folder(folder, FOLDER)
     while True:
         newest = _newest_token(folder)
         owner = _read_owner(folder, newest)
@@ -190,6 +190,8 @@ def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
                 "or choose another run.name"
             )
         lease = RunLock(folder, newest + 1, seized)
+        if len(str(lease.token)) > _MAX_DIGITS:  # no file of that name is seen, so that nobody could ever hold it
+            raise RunError(f"{folder / FOLDER} has a file {newest}.json, which no run has written; remove it")
         if _claim_token(lease, interval) and _newest_token(folder) == lease.token:
             _remove_old_tokens(lease)
             return replace(lease, inode=_inode(lease.counter_file))
@@ -200,7 +202,7 @@ def _claim_token(lease: RunLock, interval: float) -> bool:
     own_file = lease.owner_file.with_suffix(f".json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
         write_whole(own_file, json.dumps({**identity.own_identity(), "interval": interval, "released": False}) + "\n")
-        lease.counter_file.touch()
+        safe_writing.open_to_append(lease.folder, f"{FOLDER}/{lease.counter_file.name}").close()
         os.link(own_file, lease.owner_file)
     except FileExistsError:
         return False
@@ -287,4 +289,5 @@ def _remove_old_tokens(lease: RunLock) -> None:
     for path in (lease.folder / FOLDER).iterdir():
         number = path.name.partition(".")[0]
         if number.isdecimal() and int(number) < lease.token - _TOKENS_KEPT:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # what no run has written, as a folder of that name
+                path.unlink()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from unisono import Callback, ConfigError, RunConfig, RunInfo, Task, open_run
-from unisono.recipe_tools import safe_paths
+from unisono.recipe_tools import atomic_file, safe_paths, safe_writing
 from unisono_audio import CENTRE
 from unisono_birdsong.data.augment import mask_order
 from unisono_birdsong.data.library import TaskOfRecordings
@@ -74,9 +74,9 @@ class Pictures(Callback):
         self._run.publish(step, f"pictures/{name}", self._save(figure, f"step-{step:08d}-{name}"))
 
     def _save(self, figure: Any, name: str) -> Path:
-        path = self._run.directory / "pictures" / f"{name}.png"
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=90)
+        path = safe_writing.make_folder(self._run.directory, "pictures") / f"{name}.png"
+        with atomic_file(path) as temporary:
+            figure.savefig(temporary, dpi=90, format="png")
         return path
 
 

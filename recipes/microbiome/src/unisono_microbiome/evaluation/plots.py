@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono import ConfigError, Run, write_table
-from unisono.recipe_tools import nearest
+from unisono.recipe_tools import atomic_file, nearest
 from unisono_microbiome import losses
 from unisono_microbiome.evaluation import attention, residuals
 from unisono_microbiome.evaluation.predict import Predictions, Predictor, Rows, predict_samples, true_distances
@@ -67,7 +67,8 @@ def look(
     drawn |= _plot_attention(predictor, _find_sample(predicted, sample))
     for name, figure in drawn.items():
         written.append(out / f"{name}.png")
-        figure.savefig(written[-1], dpi=150)
+        with atomic_file(written[-1]) as temporary:
+            figure.savefig(temporary, dpi=150, format="png")
     run.show({**{f"plots/{name}": out / f"{name}.png" for name in drawn}, **tables})
     return written
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from unisono.runtime.communication.consensus import raise_everywhere, run_everyw
 from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError, UploadError
 from unisono.runtime.files import fsync_path, remove_folder
 from unisono.runtime.text import format_bytes
+from unisono.runtime.untrusted import safe_writing
 
 __all__ = [
     "Checkpoint",
@@ -147,8 +149,10 @@ def save_checkpoint(
         if leads:
             if allowed is not None:
                 allowed()
-            if not folder.is_dir():
-                folder.mkdir()  # not the run's: if that is gone, so is what this checkpoint belongs to
+            is_new = not folder.is_dir()
+            # Not the run's folder: if that is gone, so is what this checkpoint belongs to.
+            safe_writing.make_folder(folder.parent, folder.name)
+            if is_new:
                 fsync_path(folder.parent)
             remove_leftovers(folder)
             _refuse_to_overwrite(final)
@@ -198,7 +202,7 @@ def save_checkpoint(
             if parts is not None:
                 parts.commit(temporary, final.name, content["files"], snapshot.metric)
                 return encoded.decode()
-            if final.exists():
+            if os.path.lexists(final):  # also a link that leads nowhere
                 final.rename(free_damaged_path(final))
             temporary.rename(final)
             try:
@@ -351,7 +355,7 @@ def _refuse_to_overwrite(final: Path) -> None:
 def free_damaged_path(final: Path) -> Path:
     """A free name for a damaged checkpoint, so that none is lost."""
     names = (f"damaged-{final.name}" + (f"-{number}" if number else "") for number in itertools.count())
-    return next(path for name in names if not (path := final.with_name(name)).exists())
+    return next(path for name in names if not os.path.lexists(path := final.with_name(name)))
 
 
 def _previous_name(folder: Path, step: int) -> str | None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
@@ -59,7 +59,7 @@ class _Content(TypedDict):
     format: Integer
     step: Integer
     parent: str | None
-    holds: str
+    holds: Literal["everything", "model"]
     metric: dict[str, Any] | None
     about: dict[str, Any]
     state: dict[str, Any]

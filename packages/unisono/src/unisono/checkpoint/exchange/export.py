@@ -120,6 +120,8 @@ def choose_folder(folder: Path, step: int, words: Export) -> Path:
     out = words.out or default_folder(folder, step, words)
     if os.path.lexists(out):
         raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
+    if not words.out and out.parent.is_symlink():
+        raise RunError(f"{out.parent} is a link, and nothing is written through it; choose another folder: out=DIR")
     return out
 
 

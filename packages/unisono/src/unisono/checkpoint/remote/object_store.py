@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import fsync_path
 from unisono.runtime.remote import DEADLINE, PIECE_BYTES, RemoteOptions, ask_remote, remote_options
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 
 T = TypeVar("T")
 LARGEST = 256 << 20  # limit for objects that are read into memory, such as manifests
@@ -168,7 +168,8 @@ class ObjectStore:
             with safe_paths.open_regular(file) as there:
                 if hashlib.file_digest(there, "sha256").hexdigest() == sha256:
                     return
-        with file.open("wb") as target:
+        with safe_writing.open_to_change(file.parent, file.name) as target:
+            target.truncate()
             found = self.sha256(name, size, target.write)
         if found != sha256:
             file.unlink()

@@ -78,11 +78,11 @@ def _fetch_files(store: ObjectStore, begun: Checkpoint) -> None:
         list(pool.map(bring, begun.files))
     for path in begun.path.iterdir():
         if path.name not in {*begun.files, MANIFEST}:
-            path.unlink()
+            remove_folder(path)
     fsync_path(begun.path / MANIFEST)
     fsync_path(begun.path)
     final = begun.path.parent / name
-    if final.exists():  # a damaged checkpoint, or a folder without a manifest; kept under another name
+    if os.path.lexists(final):  # a damaged checkpoint, or a folder without a manifest; kept under another name
         final.rename(commit.free_damaged_path(final))
     begun.path.rename(final)
     fsync_path(final.parent)

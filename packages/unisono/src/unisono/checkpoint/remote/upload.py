@@ -227,7 +227,7 @@ class Uploads:
         if held == path:
             return held
         remove_folder(held)
-        held.parent.mkdir(exist_ok=True)
+        safe_writing.make_folder(self._folder, PENDING_FOLDER)
         held.mkdir()
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
             safe_writing.link_inside(path, file.name, held / file.name)
@@ -320,8 +320,7 @@ def start_process(
         "retention": asdict(replace(kept, newest=given.upload.keep or kept.newest)),
         "beats": beats,
     }
-    (folder / "logs").mkdir(exist_ok=True)
-    with (folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:
+    with safe_writing.open_to_append(folder, "logs/upload.log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "unisono.checkpoint.remote.upload_process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",

@@ -15,6 +15,7 @@ import jax
 from unisono.engines.observers import Observer
 from unisono.engines.protocol import TRACE_PREFIX
 from unisono.runtime.files import atomic_file
+from unisono.runtime.untrusted import safe_writing
 
 _NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
@@ -46,7 +47,7 @@ class JaxProfiler(Observer):
                 with gzip.open(found, "rt", encoding="utf-8") as file:
                     trace = json.load(file)
                 trace["traceEvents"] = [_with_category(event) for event in trace["traceEvents"]]
-                path.parent.mkdir(parents=True, exist_ok=True)
+                safe_writing.make_folder(path.parents[1], path.parent.name)
                 with atomic_file(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8") as packed:
                     json.dump(trace, packed)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from unisono.engines.observers import Observer
 from unisono.engines.protocol import TRACE_PREFIX
 from unisono.runtime.files import atomic_file
+from unisono.runtime.untrusted import safe_writing
 
 _NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
@@ -47,12 +49,12 @@ class TorchProfiler(Observer):
         self._wait()
         running.stop()
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            plain = path.with_name(path.name + ".json")
-            running.export_chrome_trace(str(plain))
-            with plain.open("rb") as trace, atomic_file(path) as temporary, gzip.open(temporary, "wb") as packed:
-                shutil.copyfileobj(trace, packed)
-            plain.unlink()
+            folder = safe_writing.make_folder(path.parents[1], path.parent.name)
+            with tempfile.TemporaryDirectory(dir=folder) as private:
+                plain = Path(private, "trace.json")
+                running.export_chrome_trace(str(plain))
+                with plain.open("rb") as trace, atomic_file(path) as temporary, gzip.open(temporary, "wb") as packed:
+                    shutil.copyfileobj(trace, packed)
 
     def _wait(self) -> None:
         if self._device.type != "cpu":

@@ -26,7 +26,7 @@ from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 
 TOKEN = "nodes.token"  # in the run's folder during startup: a random number known only to this start
 # Keys that may differ between nodes; node 0 names the run.
@@ -133,8 +133,7 @@ def check_shared_directory(path: Path, token: str) -> None:
             )
         time.sleep(0.2)
     try:
-        (path / "logs").mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=path / "logs"):
+        with tempfile.TemporaryFile(dir=safe_writing.make_folder(path, "logs")):
             pass
     except OSError as error:
         raise RunError(

@@ -36,7 +36,7 @@ def print_status(text: str) -> None:
 def provide_token(secret: Path, where: str) -> Iterator[tuple[bytes, str]]:
     """Yield the token of this run and its public name; a token file written here exists until all nodes are there."""
     if given := os.environ.get(TOKEN):
-        yield given.encode(), _FROM_ENVIRONMENT
+        yield os.fsencode(given), _FROM_ENVIRONMENT
         return
     token, name = secrets.token_hex(32), secrets.token_hex(8)
     try:
@@ -68,7 +68,7 @@ def find_token(which: str, secret: Path, at: str) -> bytes | None:
             "same value on all nodes"
         )
     if given:
-        return given.encode()
+        return os.fsencode(given)
     if which.startswith(_FROM_SHARED_FILE):
         found = read_secret(secret) or {}
         fits = found.get("name") == which.removeprefix(_FROM_SHARED_FILE) and isinstance(found.get("token"), str)

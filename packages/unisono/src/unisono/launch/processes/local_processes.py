@@ -33,6 +33,7 @@ from unisono.runtime.communication.communicator import STORE_VARIABLE, Node
 from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.console import say
 from unisono.runtime.errors import LostError, Preempted
+from unisono.runtime.untrusted import safe_writing
 from unisono.supervise import preemption
 from unisono.supervise.hangs.hang_detection import describe_death
 
@@ -214,9 +215,9 @@ def _signals_to_collect() -> tuple[int, ...]:
 
 def remove_old_faults(folder: Path) -> None:
     """Remove the fault records of an earlier start from a run's folder."""
-    (folder / "logs").mkdir(exist_ok=True)
+    logs = safe_writing.make_folder(folder, "logs")
     for pattern in ("*.fault.json", "monitor-node-*.json", "*.calls"):
-        for old in (folder / "logs").glob(pattern):
+        for old in logs.glob(pattern):
             old.unlink()
 
 

@@ -7,6 +7,7 @@ overwrites anything in it, nor does a second start of the same one: it is locked
 from __future__ import annotations
 
 import json
+import os
 import platform
 import tempfile
 import time
@@ -28,7 +29,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch.resolving.preflight import DataFacts
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole, write_with_backup
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Count, Object
 from unisono.supervise import run_lock
 from unisono.task import Task
@@ -75,6 +76,13 @@ def refuse_unusable(config: RunConfig) -> None:
     if config.run.resume == "never" and (folder / CONFIG_FILE).is_file():
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or set run.resume=auto"
+        )
+    saved = folder / "checkpoints"
+    if os.path.lexists(saved) and (saved.is_symlink() or not saved.is_dir()):
+        raise RunError(
+            f"{saved} is {safe_paths.describe_kind(saved.lstat().st_mode)}, and a run writes only into folders of its "
+            "own. Move it away, or what a link leads to into its place; to save elsewhere, set run.dir, or let the "
+            "run's folder be the link"
         )
     _refuse_case_collision(config)
 
@@ -141,8 +149,9 @@ def write_run(run: ResolvedRun, data: DataFacts, task: Task) -> None:
     folder, config = run.directory, run.config
     write_config(run)  # first, since it makes the directory a run
     try:
-        (folder / ASSETS).mkdir(exist_ok=True)
-        task.save_assets(folder / ASSETS)
+        assets = safe_writing.make_folder(folder, ASSETS)
+        safe_writing.check_contents(assets)
+        task.save_assets(assets)
         described = {
             "mathematics": fingerprint.config_digest(config),
             "data": data.facts,
@@ -235,4 +244,6 @@ def run_path(config: RunConfig) -> Path:
 
 
 def _unwritable_error(folder: Path, error: OSError) -> RunError:
+    if isinstance(error, safe_paths.UnsafePathError):
+        return RunError(str(error))
     return RunError(f"cannot write to {folder}: {error.strerror} ({error.filename}); choose another run.dir")

@@ -177,7 +177,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
     """Create a separate run that starts at the first checkpoint, and its configuration."""
     made = before.step if before else 0
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
-    folder = run / REPLAYS / name
+    folder = safe_writing.make_folder(run, REPLAYS) / name
     layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was at that time
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),

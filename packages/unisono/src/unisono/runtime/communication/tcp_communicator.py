@@ -199,4 +199,4 @@ def _connect_to_rank_zero(
 
 
 def _read_token() -> bytes:
-    return os.environ.get(TOKEN, "").encode()
+    return os.fsencode(os.environ.get(TOKEN, ""))

@@ -458,7 +458,7 @@ def _with_full_path(error: OSError, shown: str) -> OSError:
 def describe_kind(mode: int) -> str:
     """What a file of this mode is, in words."""
     kinds = (
-        (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
+        (stat.S_ISLNK, "a link"), (stat.S_ISREG, "a file"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
     )  # fmt: skip
     return next((name for is_kind, name in kinds if is_kind(mode)), "something else")

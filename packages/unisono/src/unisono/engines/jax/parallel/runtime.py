@@ -213,7 +213,7 @@ def redirect_native_output(file: Path) -> None:
     """
     with suppress(OSError, ValueError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        log_file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        log_file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         for number, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()

@@ -1,0 +1,146 @@
+"""Nothing is written through a link or into a pipe of a run's folder, which may be a copy of somebody else's."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unisono.checkpoint.core import commit
+from unisono.data.ledger import Ledger
+from unisono.engines.torch.profiler import TorchProfiler
+from unisono.launch.processes import local_processes
+from unisono.launch.resolving import run_directory
+from unisono.observe import events, logs, samples
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.errors import RunError, SaveError
+from unisono.runtime.untrusted import safe_writing
+from unisono.runtime.untrusted.safe_paths import UnsafePathError
+from unisono.supervise import run_lock
+
+ALONE = ProcessInfo(0, 1)
+
+
+def _log(run: Path) -> None:
+    try:
+        logs.start_logging(run, ALONE)
+        logging.getLogger("unisono").warning("a warning")
+    finally:
+        logs.stop_logging()
+
+
+def _record(run: Path) -> None:
+    with Ledger(run, 0, 1, 0, "start"):
+        pass
+
+
+def _lock(run: Path) -> None:
+    with run_lock.hold_lock(run):
+        pass
+
+
+def _save(run: Path) -> None:
+    commit.save_checkpoint(run / "checkpoints", commit.Snapshot(1, [], {}), SingleProcess(), 1)
+
+
+def _profile(run: Path) -> None:
+    profiler = TorchProfiler(torch.device("cpu"))
+    profiler._running = type("Stopped", (), {"stop": lambda self: None})()  # type: ignore[assignment]
+    profiler.stop(run / "profile" / "rank-00000.trace.json.gz")
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "logs/rank-00000.log": _log,
+    "logs": _log,
+    "ledger/rank-00000.jsonl": _record,
+    "ledger": _record,
+    "events.jsonl": lambda run: events.append_event(run / "events.jsonl", {"step": 1}),
+    "lease": _lock,
+    "lease/00000001.beat": _lock,
+    "checkpoints": _save,
+    "profile": _profile,
+    "samples": lambda run: samples.prepare_sample(run, 1, "a", np.zeros((2, 2))),
+    "logs ": local_processes.remove_old_faults,
+}
+
+
+@pytest.mark.parametrize("kind", ["link", "folder link", "pipe"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_nothing_is_written_through_a_link_or_into_a_pipe_of_a_run(tmp_path: Path, name: str, kind: str) -> None:
+    """`unisono resume` of a run from somebody else appended to ~/.bashrc, or hung, by what its log led to."""
+    run, private = tmp_path / "run", tmp_path / "private"
+    path = run / name.strip()
+    path.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        private.mkdir() if kind == "folder link" else private.write_text("mine, without an end of line")
+        path.symlink_to(private)
+    with pytest.raises((UnsafePathError, SaveError, OSError), match=r"is a (link|pipe)"):
+        WRITERS[name](run)
+    if kind == "link":
+        assert private.read_text() == "mine, without an end of line"
+    elif kind == "folder link":
+        assert list(private.iterdir()) == []
+
+
+def test_what_is_no_link_is_appended_to_and_made_with_its_folder(tmp_path: Path) -> None:
+    for text in ("one\n", "two\n"):
+        with safe_writing.open_to_append(tmp_path, "logs/a.log") as file:
+            file.write(text)
+    assert (tmp_path / "logs" / "a.log").read_text() == "one\ntwo\n"
+    with pytest.raises(FileNotFoundError):  # the folder itself is never made, since somebody may have renamed it
+        safe_writing.open_to_append(tmp_path / "renamed", "a.log")
+
+
+def test_assets_are_written_only_into_a_folder_without_links(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.json").write_text("{}")
+    safe_writing.check_contents(tmp_path)
+    (tmp_path / "deep" / "b.json").symlink_to("a.json")
+    with pytest.raises(UnsafePathError, match=r"b\.json is a link"):
+        safe_writing.check_contents(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_checkpoints_that_lead_elsewhere_are_refused_before_the_start(tmp_path: Path, kind: str) -> None:
+    """It was noticed at the first save, with `There is no checkpoint yet`, or never."""
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    path = run / "checkpoints"
+    path.symlink_to(tmp_path) if kind == "link" else path.touch()
+    config: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, name="a", resume="auto"))
+    with pytest.raises(RunError, match=f"checkpoints is a {kind}, and a run writes only into folders of its own"):
+        run_directory.refuse_unusable(config)
+
+
+def test_a_token_that_no_run_has_written_ends_the_start(tmp_path: Path) -> None:
+    """After it no token was seen, so that each start waited for a heartbeat again and again, for ever."""
+    (tmp_path / "lease").mkdir()
+    (tmp_path / "lease" / f"{'9' * 18}.json").touch()
+    with pytest.raises(RunError, match="which no run has written; remove it"), run_lock.hold_lock(tmp_path, patience=0):
+        pass
+
+
+def test_a_folder_among_old_tokens_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lease" / "00000001.json").mkdir(parents=True)
+    (tmp_path / "lease" / "00000009.json").write_text("{}")
+    with run_lock.hold_lock(tmp_path, patience=0) as lock:
+        assert lock.token == 10
+
+
+def test_an_earlier_configuration_with_a_strange_number_is_none(tmp_path: Path) -> None:
+    from unisono.runtime.files import write_with_backup
+
+    (tmp_path / "config.yaml").write_text("a")
+    (tmp_path / "config.\u00b2.yaml").touch()
+    write_with_backup(tmp_path / "config.yaml", "b")
+    assert (tmp_path / "config.0001.yaml").read_text() == "a"
