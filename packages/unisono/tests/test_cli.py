@@ -286,6 +286,7 @@ def test_evaluate_tells_what_the_run_told_at_its_end(unisono: Command):
     values = dict(line.split(": ") for line in told.splitlines())
     last = jobs.events(Path("runs/a"))[-1]
     assert code == 0
+    assert values["step"] == str(last["step"])  # a whole number, not 30.000000
     assert float(values["loss"]) == pytest.approx(last["loss"], rel=1e-5)
     assert float(values["accuracy"]) == pytest.approx(last["accuracy"], abs=1e-5)
 

@@ -28,7 +28,9 @@ def add_verbs(verbs: Any) -> None:
     verb.set_defaults(run=_export)
     verb = verbs.add_parser("import", help=IMPORT, description=IMPORT)
     verb.add_argument("source", type=Path, metavar="DIR_OR_FILE", help="weights.pt, a model folder of transformers, …")
-    arguments.add_overrides(verb, "out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000")
+    arguments.add_overrides(
+        verb, "out=FILE.safetensors or out=DIR, key=state_dict, like=DIR, moments=FILE.safetensors, shard_mb=5000"
+    )
     verb.set_defaults(run=_import)
 
 

@@ -20,7 +20,7 @@ import yaml
 from unisono.config import interpolation, precedence, safe_yaml
 from unisono.config.code import recipes, references
 from unisono.config.schema import store_options
-from unisono.config.schema.optimizers import why_not_offered
+from unisono.config.schema.not_offered import why_not_offered
 from unisono.runtime import secrets
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
@@ -370,10 +370,8 @@ def _parse_override(override: str, folders: list[Path]) -> _Override:
         )
     is_choice = bool(choices) and isinstance(parsed.value(), str)
     if is_choice and parsed.value() not in choices:
-        why = why_not_offered(parsed.value()) if name == "optim" else ""
-        raise ConfigError(
-            f"override '{override}': '{name}' has no choice '{parsed.value()}', {nearest(parsed.value(), choices)}{why}"
-        )
+        known = f"{nearest(parsed.value(), choices)}{why_not_offered(name, parsed.value())}".replace("?.", "?")
+        raise ConfigError(f"override '{override}': '{name}' has no choice '{parsed.value()}', {known}")
     return _Override(override, name, parsed.value(), is_choice)
 
 

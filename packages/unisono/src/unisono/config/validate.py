@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from unisono.config.compose import ComposedConfig
 from unisono.config.schema import Settings
 from unisono.config.schema.data import Data
-from unisono.config.schema.optimizers import why_not_offered
+from unisono.config.schema.not_offered import why_not_offered
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError, nearest
@@ -112,7 +112,7 @@ def _format_mistakes(
             if "tag" in mistake["ctx"]:
                 origin = composed.origin(f"{dotted}.{name}")
                 given = mistake["ctx"]["tag"]
-                why = why_not_offered(given) if dotted == "optim" else ""
+                why = why_not_offered(dotted, given)
                 yield f"'{dotted}.{name}' must be one of: {tags}, got {given!r} ({origin}){why}"
             else:
                 yield f"'{dotted}.{name}' is missing; choose one of: {tags}"

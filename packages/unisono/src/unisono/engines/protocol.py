@@ -77,6 +77,7 @@ class ModelFacts:
         kernels: chosen by the task, by setting.
         updates: how each parameter group is updated, one line per group.
         devices: number of devices per process.
+        moments: which of the optimizer's it begins with, in words; empty for new ones, and for a resumed run.
     """
 
     parameters: int
@@ -85,6 +86,7 @@ class ModelFacts:
     updates: tuple[str, ...] = ()
     devices: int = 1
     frozen: int = 0
+    moments: str = ""
 
 
 class Engine(Protocol):
@@ -161,6 +163,17 @@ class Engine(Protocol):
         """Load a saved state. Exactly the expected arrays must be present, with their shapes.
 
         With `weights_only`, load only the weights and their moving average; no update may follow.
+        """
+
+    def load_moments(self, path: Path) -> str:
+        """Begin with the moments of Adam in a file, where names and shapes fit; what does not is warned of.
+
+        Returns:
+            What was taken, in words.
+
+        Raises:
+            CheckpointError: if it cannot be read.
+            ConfigError: if none of them fits; in JAX, whose moments have other names.
         """
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -92,6 +93,9 @@ class TrainingParts:
         self.loader.start()  # loads the first batches while the model is built
         with heartbeat.phase("setup"):
             facts = self.engine.setup(next(iter(self.loader.steps(0))), self.scalars(0))
+            given = self._run.config.optim.given_moments
+            if given is not None and resumption.checkpoint is None:
+                facts = replace(facts, moments=self.engine.load_moments(given))
             return facts, resumption.load(self.engine, self.plan)
 
     def read_outputs(self, samples: Sequence[Any], read: Callable[[Any, Batch], Any], step: int) -> Any:

@@ -69,6 +69,8 @@ class Telemetry:
         others = len(facts.updates) - 1
         groups = f"; {others} more group{'s' * (others > 1)} in the log" if others > 0 else ""
         say(f"  {facts.updates[0] if facts.updates else 'nothing is updated'}{groups}")
+        if facts.moments:
+            say(f"  {facts.moments}")
         for line in resumption.format_lines():
             say(line)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from unisono.runtime.errors import CheckpointError
 
@@ -20,6 +21,10 @@ METADATA, SUFFIX = ".metadata", ".distcp"
 # What the metadata of torch 2.1 to 2.13 names. All are stand-ins; anything else is refused.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "pathlib")
 _MODEL = "model"  # under which a checkpoint most often has its weights
+# Adam's, of `state_dict()` of an optimizer, by names or numbers of parameters, whether or not its keys are flattened.
+_MOMENT = re.compile(r"(?:(.*)\.)?state\.(.+)\.(exp_avg|exp_avg_sq|step)")
+Taking = Literal["weights", "weights beside moments", "moments"]  # of a folder, which may be read for both
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "step"})
 
 
 class _StandIn:
@@ -131,19 +136,24 @@ def read_metadata(content: bytes) -> tuple[list[SavedTensor], list[tuple[str, ..
     return tensors, others
 
 
-def choose_tensors(tensors: list[SavedTensor], key: str | None) -> tuple[dict[str, SavedTensor], list[str]]:
+def choose_tensors(
+    tensors: Sequence[SavedTensor], key: str | None, beside_moments: bool = False
+) -> tuple[dict[str, SavedTensor], list[str]]:
     """The tensors to import by name, and descriptions of those beside them.
 
     Args:
         tensors: of the folder.
         key: the keys above them, e.g. `optimizer/state`; None for `model` if there is one, else for those at the top,
             where torchtitan writes its weights.
+        beside_moments: moments of Adam are imported, too.
 
     Raises:
         CheckpointError: where there are none, saying what there is, as the end of a sentence.
     """
     groups: dict[str, int] = {}
     for one in tensors:
+        if beside_moments and _MOMENT.fullmatch(".".join(one.path)):
+            continue
         group = one.path[0] if len(one.path) > 1 else ""
         groups[group] = groups.get(group, 0) + 1
     wanted = tuple(key.split("/")) if key else (_MODEL,) if _MODEL in groups else ()
@@ -159,6 +169,43 @@ def choose_tensors(tensors: list[SavedTensor], key: str | None) -> tuple[dict[st
             f"has no tensors{at}; there are {', '.join(shown) or 'none at all'}. Choose with key=NAME"
         )
     return found, [text for text in shown if not wanted or not text.startswith(f"{wanted[0]} (")]
+
+
+def choose_moments(
+    tensors: Sequence[SavedTensor], others: Sequence[tuple[str, ...]]
+) -> tuple[dict[str, SavedTensor], list[str]]:
+    """The moments of Adam as `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step`, and descriptions of incomplete ones.
+
+    Args:
+        tensors: of the folder.
+        others: paths of what else is in it, groups of parameters among them.
+
+    Raises:
+        CheckpointError: where there are none, or nobody can tell whose they are, as the end of a sentence.
+    """
+    found: dict[str, dict[str, SavedTensor]] = {}
+    for one in tensors:
+        if (match := _MOMENT.fullmatch(".".join(one.path))) is None:
+            continue
+        _, name, entry = match.groups()
+        if entry in found.setdefault(name, {}):
+            raise CheckpointError(f"has moments of '{name}' twice, of two optimizers")
+        found[name][entry] = one
+    whole = {name: entries for name, entries in found.items() if entries.keys() == _MOMENTS}
+    if not whole:
+        raise CheckpointError("has no moments of Adam (exp_avg, exp_avg_sq and step, under the state of an optimizer)")
+    groups = {path[at + 1] for path in others if "param_groups" in path[:-1] for at in [path.index("param_groups")]}
+    if all(name.isdigit() for name in whole) and len(groups) > 1:
+        raise CheckpointError(
+            f"has moments by number in {len(groups)} groups, so nobody can tell of which parameters; save "
+            "names instead, by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+        )
+    left = [
+        f"moments of {name} (without {' and '.join(sorted(_MOMENTS - entries.keys()))})"
+        for name, entries in found.items()
+        if name not in whole
+    ]
+    return {f"{name}.{entry}": one for name, entries in whole.items() for entry, one in entries.items()}, left
 
 
 def find_dtype(saved: SavedTensor) -> Any:

@@ -28,7 +28,7 @@ _IN_LAYER = {
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
 }  # fmt: skip
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
-_ROTARY = re.compile(r"\.self_attn\.([qk])_proj\.weight$")
+_ROTARY = re.compile(r"\.self_attn\.([qk])_proj\.weight(\.exp_avg|\.exp_avg_sq)?$")
 _EMBEDDING = "tok_embeddings.weight"  # by which a checkpoint of torchtitan's Llama is known
 
 
@@ -39,18 +39,25 @@ class ModelTensors:
         files: the imported tensors.
         folder: of the model, with its `config.json`.
         source: what they were imported from, for messages.
+        moments: they are moments, each under its parameter's name, a point and its own (`norm.weight.exp_avg`).
+
+    Attributes:
+        entries: what is written.
+        left_out: descriptions of moments that do not fit the model.
 
     Raises:
-        CheckpointError: naming tensors that the model lacks, or that it needs and are not there.
+        CheckpointError: naming tensors that the model lacks, or that it needs and are not there; of moments, if none
+            fits.
     """
 
-    def __init__(self, files: ShardedFiles, folder: Path, source: Path) -> None:
+    def __init__(self, files: ShardedFiles, folder: Path, source: Path, moments: bool = False) -> None:
         try:
             config = hf_config.read_config(folder)
         except OSError as error:
             raise CheckpointError(f"like={folder}: {hf_config.CONFIG} cannot be read: {error.strerror}") from error
         self._files, self._heads = files, None
-        names = {entry.name: entry.name for entry in files.entries}
+        of = {entry.name: entry.name.rpartition(".")[0] if moments else entry.name for entry in files.entries}
+        names = {name: name for name in of.values()}
         if _EMBEDDING in names:
             if config.model_type != "llama":
                 raise CheckpointError(
@@ -58,11 +65,22 @@ class ModelTensors:
                 )
             names = {name: _translate(name, source) for name in names}
             self._heads = config.num_attention_heads, config.num_key_value_heads
-        self.entries = [replace(entry, name=names[entry.name]) for entry in files.entries]
-        self._origin = {names[entry.name]: entry for entry in files.entries}
+        renamed = [
+            replace(entry, name=names[of[entry.name]] + entry.name.removeprefix(of[entry.name]))
+            for entry in files.entries
+        ]
+        self._origin = {new.name: old for new, old in zip(renamed, files.entries, strict=True)}
         expected, tied = _expected(config)
-        _compare(self.entries, expected, tied, source, folder)
-        self.entries = [entry for entry in self.entries if entry.name in expected]
+        self.left_out: list[str] = []
+        if moments:
+            self.entries, self.left_out = _choose_fitting(renamed, expected)
+            if not self.entries:
+                raise CheckpointError(
+                    f"{source} has no moments that fit the model of like={folder}: {format_examples(self.left_out)}"
+                )
+            return
+        _compare(renamed, expected, tied, source, folder)
+        self.entries = [entry for entry in renamed if entry.name in expected]
 
     def content(self, entry: TensorEntry) -> Iterator[Tensor]:
         """A tensor, block by block; queries and keys as a whole, where their rows change places."""
@@ -102,6 +120,28 @@ def _expected(config: Any) -> tuple[dict[str, tuple[int, ...]], Mapping[str, str
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     return shapes, dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _choose_fitting(
+    entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]
+) -> tuple[list[TensorEntry], list[str]]:
+    """The moments whose parameter is there and has their shape, or that go by numbers; and what is wrong with others.
+
+    >>> import torch
+    >>> step, moment = TensorEntry("a.step", torch.float32, ()), TensorEntry("a.exp_avg", torch.float32, (2,))
+    >>> _choose_fitting([step, moment], {"a": (3,)})
+    ([], ['moments of a ([2] instead of [3])'])
+    """
+    wrong: dict[str, str] = {}
+    for entry in entries:
+        name, _, what = entry.name.rpartition(".")
+        if name.isdigit():
+            continue
+        if name not in expected:
+            wrong[name] = f"moments of {name} (not in the model)"
+        elif what != "step" and entry.shape != expected[name]:
+            wrong[name] = f"moments of {name} ({list(entry.shape)} instead of {list(expected[name])})"
+    return [entry for entry in entries if entry.name.rpartition(".")[0] not in wrong], list(wrong.values())
 
 
 def _compare(

@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
@@ -24,7 +24,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from unisono.checkpoint.exchange import hf_config, hf_shards
-from unisono.checkpoint.exchange.dcp_folder import METADATA, SUFFIX
+from unisono.checkpoint.exchange.dcp_folder import METADATA, SUFFIX, Taking
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.checkpoint.exchange.model_names import ModelTensors
 from unisono.config.schema.verbs import Import
@@ -76,17 +76,21 @@ def import_weights(source: Path, words: Import) -> Imported:
     if not source.exists():
         raise CheckpointError(f"{source} does not exist")
     out = words.out
-    if os.path.lexists(out):
-        raise RunError(f"{out} already exists and is not overwritten; choose another out=")
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    for key, path in (("out", out), ("moments", words.moments)):
+        if path is not None and os.path.lexists(path):
+            raise RunError(f"{path} already exists and is not overwritten; choose another {key}=")
+        if path is not None:
+            path.absolute().parent.mkdir(parents=True, exist_ok=True)
     left: list[str] = []
     try:
         with ExitStack() as stack:
-            readable: Path = stack.enter_context(_as_safetensors(source, words.key, out.absolute().parent, left))
+            readable: Path = stack.enter_context(_as_safetensors(source, words, out.absolute().parent, left))
             files = ShardedFiles(readable)
             if not files.entries:
                 raise CheckpointError(f"{source} holds no tensors")
             found = files if words.like is None else ModelTensors(files, words.like, source)
+            if words.moments is not None:
+                _write_file(stack.enter_context(_moments(source, words, words.moments, left)), words.moments)
             if out.suffix == ".safetensors":
                 _write_file(found, out)
             else:
@@ -124,18 +128,39 @@ def _write_folder(found: Tensors, source: Path, words: Import, out: Path) -> Non
 
 
 @contextmanager
-def _as_safetensors(source: Path, key: str | None, beside: Path, left: list[str]) -> Iterator[Path]:
+def _moments(source: Path, words: Import, out: Path, left: list[str]) -> Iterator[Tensors]:
+    """The moments of Adam in a folder of DCP, under the names of the model that they are for."""
+    folder = own_folder(".importing-", out.absolute().parent)
+    try:
+        file = folder / "moments.safetensors"
+        wrong = _extract_tensors(source, METADATA, None, file, taking="moments")
+        files = ShardedFiles(file)
+        found: Tensors = files
+        if words.like is not None:
+            found = ModelTensors(files, words.like, source, moments=True)
+            wrong += found.left_out
+        left += wrong
+        yield found
+    finally:
+        remove_folder(folder)
+
+
+@contextmanager
+def _as_safetensors(source: Path, words: Import, beside: Path, left: list[str]) -> Iterator[Path]:
     """What can be read as safetensors: the source itself, or what is taken out of its pickles for the time being."""
-    pickles = _pickles(source)
+    pickles, key = _pickles(source), words.key
+    if words.moments is not None and pickles != [METADATA]:
+        raise RunError(f"moments= is for folders of torch.distributed.checkpoint; {source} has no {METADATA}")
     if not pickles:
         if key is not None:
             raise RunError(f"key={key} is for .pt files; {source} holds safetensors, which have no nested names")
         yield source
         return
     folder = own_folder(".importing-", beside)
+    taking: Taking = "weights" if words.moments is None else "weights beside moments"
     try:
         for number, pickle in enumerate(pickles):
-            left += _extract_tensors(source, pickle, key, folder / f"{number:05d}.safetensors")
+            left += _extract_tensors(source, pickle, key, folder / f"{number:05d}.safetensors", taking)
         yield folder
     finally:
         remove_folder(folder)
@@ -160,7 +185,7 @@ def _pickles(source: Path) -> list[str]:
     )
 
 
-def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> list[str]:
+def _extract_tensors(source: Path, name: str, key: str | None, out: Path, taking: Taking) -> list[str]:
     """Have a process take the tensors out of a pickle; returns what else was there."""
     shown = source / name if source.is_dir() else source
     with ExitStack() as opened:
@@ -175,7 +200,7 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> lis
             names = sorted(path.name for path in source.glob(f"*{SUFFIX}"))
             pieces = {piece: opened.enter_context(_open_piece(source, piece)) for piece in names}
         file = opened.enter_context(out.open("wb"))
-        done = _run(pickle, pieces, key, file, shown)
+        done = _run(pickle, pieces, {"key": key, "taking": taking}, file, shown)
     reply: dict[str, Any] = {}
     with suppress(ValueError, IndexError):
         reply = dict(safe_paths.parse_json(done.stdout.splitlines()[-1], _Reply))
@@ -204,14 +229,18 @@ def _open_piece(source: Path, name: str) -> BufferedReader:
 
 
 def _run(
-    pickle: BufferedReader, pieces: dict[str, BufferedReader] | None, key: str | None, file: BufferedWriter, shown: Path
+    pickle: BufferedReader,
+    pieces: dict[str, BufferedReader] | None,
+    what: Mapping[str, str | None],
+    file: BufferedWriter,
+    shown: Path,
 ) -> subprocess.CompletedProcess[str]:
     """The process that reads a pickle: open files are all it is given, and so many seconds of the processor."""
     given = [pickle, *(pieces or {}).values()]
     size = sum(os.fstat(one.fileno()).st_size for one in given)
     seconds, limit = 60 + size // _MIN_BYTES_PER_SECOND, 4 * size + (64 << 20)
     request = {
-        "source": safe_paths.path_of(pickle), "key": key, "limit": limit, "seconds": seconds,
+        **what, "source": safe_paths.path_of(pickle), "limit": limit, "seconds": seconds,
         "files": None if pieces is None else {name: safe_paths.path_of(one) for name, one in pieces.items()},
     }  # fmt: skip
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}

@@ -16,10 +16,13 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from unisono.checkpoint.exchange import sandbox
 from unisono.runtime.untrusted.resource_limits import lower_limit
+
+if TYPE_CHECKING:
+    from unisono.checkpoint.exchange.dcp_folder import Taking
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000  # CLONE_NEWNET, CLONE_NEWUSER
 _NO_NEW_PRIVILEGES, _DEATH_SIGNAL = 38, 1
@@ -117,7 +120,7 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
 
 
 def extract_folder(
-    metadata: str, files: Mapping[str, str], key: str | None, limit: int, descriptor: int
+    metadata: str, files: Mapping[str, str], key: str | None, limit: int, descriptor: int, taking: Taking
 ) -> dict[str, Any]:
     """Write the tensors of a folder of torch.distributed.checkpoint as safetensors; returns the answer.
 
@@ -127,6 +130,7 @@ def extract_folder(
         key: the keys above the tensors; None for the model.
         limit: bytes that may be written.
         descriptor: to write to.
+        taking: which of its tensors.
     """
     import pickle
 
@@ -139,7 +143,10 @@ def extract_folder(
     torch.set_num_threads(1)
     try:
         tensors, others = dcp_folder.read_metadata(Path(metadata).read_bytes())
-        chosen, left = dcp_folder.choose_tensors(tensors, key)
+        if taking == "moments":
+            chosen, left = dcp_folder.choose_moments(tensors, others)
+        else:
+            chosen, left = dcp_folder.choose_tensors(tensors, key, taking == "weights beside moments")
         described: dict[str, tuple[Any, tuple[int, ...]]] = {}
         for name, one in chosen.items():
             dtype = dcp_folder.find_dtype(one)
@@ -157,7 +164,7 @@ def extract_folder(
         return {"sentence": f"cannot be read as a folder of torch.distributed.checkpoint: {_first_line(error)}"}
     except MemoryError:
         return {"sentence": "cannot be read: it needs far more memory than a folder of its size should"}
-    plain = sorted({path[0] for path in others})
+    plain = sorted({path[0] for path in others}) if taking != "moments" else []
     return {"left": left + [f"{name} (plain data)" for name in plain]}
 
 
@@ -260,7 +267,10 @@ def main() -> None:
     do_without_helpers()
     options = request["key"], request["limit"], int(sys.argv[1])
     source = request["source"]
-    answer = extract_tensors(source, *options) if files is None else extract_folder(source, files, *options)
+    if files is None:
+        answer = extract_tensors(source, *options)
+    else:
+        answer = extract_folder(source, files, *options, request["taking"])
     sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")
 
 

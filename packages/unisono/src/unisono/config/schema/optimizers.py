@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema import Fraction, NonNegative, Positive, Settings
-
-
-def why_not_offered(name: object) -> str:
-    """Why there is no optimizer of this name, to follow the optimizers that there are; empty if nothing is known.
-
-    >>> why_not_offered("paged_adamw_8bit")[:40]
-    '. There is no AdamW in 8 bits: its scale'
-    """
-    if "8bit" not in str(name).lower().replace("_", "").replace("-", ""):
-        return ""
-    return (
-        ". There is no AdamW in 8 bits: its scales belong to blocks of what a process holds, so another number of "
-        "shards would be another optimizer. optim=lion, optim=adafactor, adapter=lora and layout.offload=true save "
-        "memory on any layout"
-    )
+from unisono.config.schema import Fraction, NonNegative, Only, Positive, Settings
 
 
 class ParameterGroup(Settings):
@@ -74,6 +60,11 @@ class OptimizerGroup(Settings):
     )
     skip_spikes: SkipSpikes | None = Field(None, description="skip updates at spikes; null: never")
 
+    @property
+    def given_moments(self) -> Path | None:
+        """The file of moments with which a run begins, of those that have any."""
+        return None
+
 
 class AdamW(OptimizerGroup):
     """AdamW (Loshchilov & Hutter, 2019): decoupled weight decay."""
@@ -83,6 +74,14 @@ class AdamW(OptimizerGroup):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.01
+    moments: Annotated[Path | None, Only("torch", "moments of optax have other names")] = Field(
+        None, description="file of moments to begin with, as `unisono import … moments=FILE` writes it; null: new ones"
+    )
+
+    @property
+    def given_moments(self) -> Path | None:
+        """See `OptimizerGroup`."""
+        return self.moments
 
 
 class Sgd(OptimizerGroup):
@@ -161,6 +160,11 @@ class Muon(OptimizerGroup):
     rest: Rest = Field(
         description="for embeddings, heads, norms, biases; its lr and weight_decay are optim's unless given"
     )
+
+    @property
+    def given_moments(self) -> Path | None:
+        """See `OptimizerGroup`."""
+        return self.rest.given_moments
 
     @model_validator(mode="before")
     @classmethod

@@ -89,8 +89,21 @@ class Import(Settings):
         description="folder of a transformers model that the weights are for: names of torchtitan are translated, all "
         "names and shapes checked, and its settings and tokenizer copied",
     )
+    moments: Path | None = Field(
+        None,
+        description="NAME.safetensors for the moments of Adam in a folder of torch.distributed.checkpoint, with which "
+        "optim.moments=NAME.safetensors begins a run",
+    )
     shard_mb: Positive = Field(5000.0, description="MB per file of a folder")
     timeout: Positive | None = Field(None, description="s to read a pickle; null: 600, and 1 for each 4 MB")
+
+    @model_validator(mode="after")
+    def _check_moments(self) -> Import:
+        if self.moments is not None and self.moments.suffix != ".safetensors":
+            raise ValueError(f"moments={self.moments} is one file; give NAME.safetensors")
+        if self.moments is not None and self.moments == self.out:
+            raise ValueError(f"moments={self.moments} is also out=; give them files of their own")
+        return self
 
 
 class FindLr(Settings):

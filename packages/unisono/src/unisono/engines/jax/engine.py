@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -356,6 +357,10 @@ class JaxEngine:
     def read_outputs(self, *rows: Any) -> Any:
         """Refused; see `Engine.read_outputs`."""
         raise ConfigError("outputs of rows are read in torch alone: JAX compiles what it computes")
+
+    def load_moments(self, path: Path) -> str:
+        """Refused; see `Engine.load_moments`."""
+        raise ConfigError(f"optim.moments={path} is read in torch alone: moments of optax have other names")
 
     def peak_memory(self) -> int | None:
         """See `Engine.peak_memory`."""

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from unisono.engines.torch.numerics import determinism, precision
 from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.state import moments
 from unisono.engines.torch.state.train_state import TrainState
 from unisono.engines.torch.step import TrainStep
 from unisono.engines.torch.view import TorchModelView
@@ -170,6 +172,14 @@ class TorchEngine:
     def load(self, reader: StateReader, weights_only: bool = False) -> None:
         """Load a saved state; see `Engine.load`."""
         self.train_state.load(reader, weights_only)
+
+    def load_moments(self, path: Path) -> str:
+        """Begin with moments of Adam; see `Engine.load_moments`."""
+        state = self.train_state
+        said, wrong = moments.load_moments(path, state.module, state.optimizer)
+        if wrong:
+            log.warning("optim.moments=%s: %d do not fit: %s", path, len(wrong), rules.format_names(wrong))
+        return said
 
     def close(self) -> None:
         """Release the model before the process group: gloo's threads must not outlive the tensors they reduce."""

@@ -166,6 +166,8 @@ class _CaseRun:
             facts.unrepeatable = "the first rows came out otherwise when they were read again"
         self.first_samples = samples
         known = self.engine.setup(first, self.scalars(0))
+        if given := self.config.optim.given_moments:
+            self.engine.load_moments(given)
         facts.kernels, facts.devices = dict(known.kernels), known.devices
         if not self.case.reference:
             facts.callbacks, facts.places = name_user_callbacks(self.config, self.task), find_functions(type(self.task))

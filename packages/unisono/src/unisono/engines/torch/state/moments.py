@@ -1,0 +1,165 @@
+"""Adam's moments of training elsewhere, with which a run begins where names and shapes fit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from unisono.engines import host_arrays
+from unisono.engines.host_arrays import Array
+from unisono.engines.torch.state import sharded_tensors
+from unisono.runtime.code.native_errors import wrap_native_errors
+from unisono.runtime.errors import CheckpointError, ConfigError, format_examples, format_share
+from unisono.runtime.untrusted import safe_paths
+
+_ENTRIES = frozenset({"exp_avg", "exp_avg_sq", "step"})
+_REMEDY = "leave optim.moments out to begin with new moments"
+
+
+class _File:
+    """Moments of a safetensors file as arrays of a checkpoint, of which every process reads its own pieces.
+
+    Args:
+        opened: the file.
+        names: of its tensors, by the names of a checkpoint.
+    """
+
+    def __init__(self, opened: Any, names: Mapping[str, str]) -> None:
+        self._opened, self._names = opened, names
+        self.shapes = {name: tuple(opened.get_slice(there).get_shape()) for name, there in names.items()}
+
+    def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        return True
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+        there = self._names[name]
+        if not shape:
+            return host_arrays.to_numpy(self._opened.get_tensor(there))
+        piece = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        return host_arrays.to_numpy(self._opened.get_slice(there)[piece].contiguous())
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        first = tuple(min(1, size) for size in self.shapes[name])
+        kind: np.dtype[Any] = self.read(name, (0,) * len(first), first).dtype
+        return kind
+
+    def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
+        into[...] = self.read(name, offset, into.shape)
+
+
+def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, list[str]]:
+    """Begin with the moments of a file (`NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`).
+
+    Args:
+        path: a safetensors file, as `unisono import` writes it.
+        module: the model, laid out.
+        optimizer: of its parameters.
+
+    Returns:
+        What was taken, in words, and descriptions of what did not fit; parameters without moments begin with new ones.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+        ConfigError: if nothing in it fits, or its parameters are numbers that do not fit.
+    """
+    with wrap_native_errors(f"optim.moments={path} cannot be read", CheckpointError, _REMEDY):
+        from safetensors import safe_open
+
+        with safe_paths.open_regular(path) as source:
+            opened: Any = safe_open(safe_paths.path_of(source), framework="pt")
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for there in opened.keys():  # noqa: SIM118 - it is no dictionary
+            name, _, entry = there.rpartition(".")
+            found[name][entry] = there
+        shapes = {
+            name: tuple(opened.get_slice(entries["exp_avg"]).get_shape())
+            for name, entries in found.items()
+            if entries.keys() == _ENTRIES
+        }
+    found = {name: found[name] for name in shapes}
+    if not found:
+        raise ConfigError(
+            f"optim.moments={path} has no moments; make it with `unisono import DIR out=… moments={path.name}`"
+        )
+    parameters = dict(module.named_parameters())
+    if all(name.isdigit() for name in found) and not found.keys() & parameters.keys():
+        named = _names_by_number(shapes, parameters, path)
+        found = {named[number]: entries for number, entries in found.items()}
+        shapes = {named[number]: shape for number, shape in shapes.items()}
+    own = _updated_by_adam(optimizer)
+    wrong = {
+        name: reason for name, shape in shapes.items() if (reason := _find_misfit(parameters.get(name), shape, own))
+    }
+    fitting = {
+        f"optimizer/{name}/{entry}": there
+        for name, entries in found.items()
+        if name not in wrong
+        for entry, there in entries.items()
+    }
+    listed = [f"{name} ({reason})" for name, reason in wrong.items()]
+    if not fitting:
+        raise ConfigError(f"optim.moments={path} fits no parameter: {format_examples(listed)}; {_REMEDY}")
+    reader = _File(opened, fitting)
+    sharded_tensors.init_optimizer_state(optimizer, module, reader)
+    mine = sharded_tensors.optimizer_tensors(module, optimizer)
+    sharded_tensors.load({name: mine[name] for name in fitting}, reader, kinds=("optimizer/",))
+    new = [name for name, p in parameters.items() if p.requires_grad and f"optimizer/{name}/step" not in fitting]
+    trained = sum(p.requires_grad for p in parameters.values())
+    steps = {float(opened.get_tensor(found[name]["step"])) for name in found if name not in wrong}
+    after = f"after {min(steps):g}" + (f" to {max(steps):g}" if len(steps) > 1 else "")
+    said = f"moments {after} updates from {path}"
+    if new:
+        said += f", new ones for {format_share(new, trained, 'parameters')}"
+    return said, listed
+
+
+def _find_misfit(parameter: nn.Parameter | None, shape: tuple[int, ...], own: set[int]) -> str:
+    """Why moments cannot be those of a parameter; empty if they can."""
+    if parameter is None:
+        return "not in the model"
+    if not parameter.requires_grad:
+        return "not trained"
+    if tuple(parameter.shape) != shape:
+        return f"{list(shape)} instead of {list(parameter.shape)}"
+    return "" if id(parameter) in own else "not updated by Adam"
+
+
+def _updated_by_adam(optimizer: torch.optim.Optimizer) -> set[int]:
+    parts = getattr(optimizer, "parts", [optimizer])
+    return {
+        id(parameter)
+        for part in parts
+        if isinstance(part, torch.optim.Adam | torch.optim.AdamW)
+        for group in part.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _names_by_number(
+    shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, nn.Parameter], path: Path
+) -> dict[str, str]:
+    """The parameter of each number: those of the model in their order, if all have the shapes.
+
+    Raises:
+        ConfigError: if one has not, or there are more or fewer.
+    """
+    numbers = sorted(shapes, key=int)
+    other = [
+        f"{number} ({list(shapes[number])} beside {list(parameter.shape)} of {name})"
+        for number, (name, parameter) in zip(numbers, parameters.items(), strict=False)
+        if shapes[number] != tuple(parameter.shape)
+    ]
+    if len(shapes) != len(parameters) or other or list(map(int, numbers)) != list(range(len(numbers))):
+        detail = format_examples(other) if other else f"{len(shapes)} beside {len(parameters)} parameters"
+        raise ConfigError(
+            f"optim.moments={path} has moments by number, which are not those of this model's parameters in their "
+            f"order: {detail}. Save them by name, with "
+            f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; or {_REMEDY}"
+        )
+    return dict(zip(numbers, parameters, strict=True))
