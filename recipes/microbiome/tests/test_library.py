@@ -292,6 +292,15 @@ def test_metadata_of_other_samples_are_refused_with_both_names(tmp_path: Path) -
     assert open_library(study(tmp_path, metadata=ids, id_column="sample_name")).samples == list(SAMPLES)
 
 
+@pytest.mark.parametrize("written", ["00{}", "{}.0"])
+def test_ids_that_were_read_as_numbers_are_told_as_that(written: str, tmp_path: Path) -> None:
+    plain = [str(number) for number in range(1, 9)]
+    metadata = METADATA | {"sample_name": [written.format(name) for name in plain]}
+    assert open_library(study(tmp_path, samples=plain, metadata=METADATA | {"sample_name": plain})).samples == plain
+    with pytest.raises(DataError, match=r"none of the 8 samples .* pandas has read ids as numbers: write them as in"):
+        open_library(study(tmp_path, samples=plain, metadata=metadata))
+
+
 def test_taxa_that_are_not_in_the_tree_are_told_or_left_out(tmp_path: Path) -> None:
     given: dict[str, Any] = {"newick": NEWICK.replace("F:", "G:")}
     with pytest.raises(DataError, match=r"1 of 6 taxa \('F'\) of the table are not among the tips of .*tree\.nwk"):

@@ -117,6 +117,15 @@ def test_the_line_of_a_byte_that_is_not_utf8_is_named(tmp_path: Path, number: in
         open_source(path)
 
 
+def test_columns_at_the_end_that_a_spreadsheet_left_empty_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv"
+    path.write_text("id\tage\t\t \ns1\t3\t\t\ns2\t4\n")
+    assert read_table(path) == {"id": ["s1", "s2"], "age": ["3", "4"]}
+    path.write_text("id\tage\t\ns1\t3\tx\n")
+    with pytest.raises(DataError, match=r"line 2: 3 values, but the header has 2 columns.* a column may have no name"):
+        read_table(path)
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_a_spreadsheet_computes_no_cell_and_a_terminal_obeys_none(tmp_path: Path, suffix: str) -> None:
     texts = [

@@ -30,6 +30,7 @@ from unisono.runtime.errors import DataError, UnisonoError
 from unisono_microbiome.study import artifacts
 from unisono_microbiome.study.artifacts import open_data, write_artifact, write_distances, write_metadata
 from unisono_microbiome.study.library import open_library
+from unisono_microbiome.study.matrices import Matrix
 from unisono_microbiome.study.metadata import read_metadata
 
 ROOT = "8f71b73d-b028-4cbc-9894-738bdfe718bf"
@@ -181,16 +182,48 @@ def test_the_types_of_qiime_say_what_a_target_is(tmp_path: Path) -> None:
 
 def test_types_of_qiime_are_checked(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "m.tsv", typed(("categorical", "number", "numeric")))
-    with pytest.raises(DataError, match=r"'number of state'; the types are numeric and categorical"):
+    with pytest.raises(DataError, match=r"'number of state'; valid are numeric, categorical"):
         read_metadata(path, "data.metadata")
     late = {
         name: [*values, kind] for (name, values), kind in zip(METADATA.items(), ("#q2:types", "", "", ""), strict=True)
     }
-    with pytest.raises(DataError, match="must be the first line after the header"):
+    with pytest.raises(DataError, match="must be a line directly after the header"):
         read_metadata(write_rows(tmp_path / "l.tsv", late), "data.metadata")
     told = typed(("categorical", "categorical", "numeric"), changed("age", 2, "old"))
     with pytest.raises(DataError, match="are not finite numbers"):
         open_library(study(tmp_path / "s", metadata=told, target="age"))
+
+
+@pytest.mark.parametrize("schemes_first", [False, True])
+def test_what_qiime_writes_as_missing_is_missing(tmp_path: Path, schemes_first: bool) -> None:
+    columns = changed("age", 2, "not collected")
+    rows = [("#q2:types", "categorical", "categorical", "numeric"), ("#q2:missing", "blank", "", "INSDC:missing")]
+    if schemes_first:
+        rows.reverse()
+    told = {name: [row[place] for row in rows] + values for place, (name, values) in enumerate(columns.items())}
+    library = open_library(study(tmp_path, metadata=told, target="age", missing=[""], leave_out=["no_target"]))
+    assert library.left_out == {"no_target": ["s3"]}
+    assert library.target is not None and library.target.kind == "regression"
+    assert library.samples == [*SAMPLES[:2], *SAMPLES[3:]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([("#q2:missing", "", "", "none")], "'none of age'; valid are blank, no-missing, INSDC:missing"),
+        (
+            [("#q2:missing", "", "", "no-missing")],
+            r"column 'age' is 'no-missing' .* 1 of 8 rows \('s3'\) have no value",
+        ),
+        ([("#q2:units", "", "", "years")], "no line '#q2:units' in QIIME 2, but #q2:types and #q2:missing"),
+        ([("#q2:types", "", "", "numeric")] * 2, "has two lines '#q2:types'"),
+    ],
+)
+def test_directives_that_qiime_does_not_know_are_refused(tmp_path: Path, rows: list[tuple[str]], told: str) -> None:
+    columns = changed("age", 2, "")
+    written = {name: [row[place] for row in rows] + values for place, (name, values) in enumerate(columns.items())}
+    with pytest.raises(DataError, match=told):
+        read_metadata(write_rows(tmp_path / "m.tsv", written), "data.metadata")
 
 
 # what is written ------------------------------------------------------------------------------------------------
@@ -211,6 +244,17 @@ def test_a_written_table_has_the_types_of_its_columns(tmp_path: Path) -> None:
         assert found.read_text() == text
     plain = write_metadata(tmp_path / "p.csv", WRITTEN).read_text()
     assert next(iter(csv.DictReader(io.StringIO(plain)))) == {"sample-id": "a", "state": "1", "p(1)": "0.25"}
+
+
+def test_ids_and_classes_in_an_artifact_are_as_they_were_given(tmp_path: Path) -> None:
+    names = ["=a", "-b+", "@c", "d"]
+    with open_data(
+        write_metadata(tmp_path / "p.qza", {"sample-id": names, "gene": ["+/+", "-/-"] * 2}), "data.metadata"
+    ) as file:
+        found = read_metadata(file, "data.metadata")
+    assert (found.ids, found.columns["gene"]) == (names, ["+/+", "-/-"] * 2)
+    near = write_distances(tmp_path / "d.qza", names, unweighted(COUNTS[:4]))
+    assert Matrix(near, "unweighted_unifrac").ids == names
 
 
 def test_an_artifact_has_the_layout_that_qiime_publishes(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def read_table(
         delimiter: between values; None for a comma if the file ends in .csv, and a tab otherwise.
         comment: lines that begin with it are skipped.
         headers: lower-case names of first columns; a line starting with one is the header even if it is a comment.
-        directives: first values of lines that are rows, although they begin as comments do.
+        directives: beginnings of lines that are rows, although they begin as comments do.
         strip: strip white space around names and values; otherwise, white space around names is an error.
         strip_key: the setting that enables `strip`, for errors, e.g. `data.white_space=strip`.
 
@@ -65,11 +65,13 @@ def read_table(
         raise DataError(f"{path} ({key}) cannot be read as a table: {error}; is a quotation mark left open?") from error
     if comment is not None:
         head = next((line for line in lines if line[1][0].strip().lower() in headers), None)
-        kept = [line for line in lines if line is head or line[1][0].strip() in directives]
+        kept = [line for line in lines if line is head or line[1][0].strip().startswith(tuple(directives))]
         lines = [line for line in lines if line in kept or not line[1][0].startswith(comment)]
     if not lines:
         raise DataError(f"{path} ({key}) is empty; its first line should name the columns")
     header = [name.strip() for name in lines[0][1]] if strip else lines[0][1]
+    while not header[-1].strip():  # as spreadsheets write columns that were emptied; values in them are refused below
+        header = header[:-1]
     _check_header(path, key, header, strip_key)
     columns: dict[str, list[str]] = {name: [] for name in header}
     for number, line in lines[1:]:

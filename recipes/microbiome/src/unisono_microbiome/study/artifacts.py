@@ -151,7 +151,8 @@ def _write_tsv(path: Path, columns: Mapping[str, Any], kind: str, layout: str, n
     if not is_artifact(path):
         return write_table(path, columns)
     with tempfile.TemporaryDirectory(prefix="unisono-qza-") as folder:
-        content = safe_paths.read_regular(write_table(Path(folder) / name, columns))
+        inner = write_table(Path(folder) / name, columns, escape=False)  # no spreadsheet opens it, and ids stay ids
+        content = safe_paths.read_regular(inner)
     return write_artifact(path, kind, layout, {name: content})
 
 

@@ -127,6 +127,9 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
     def leave_out_absent(reason: Reason, ids: list[str], where: str, remedy: str = "") -> None:
         there = set(ids)
         if there.isdisjoint(names):
+            numbers = {metadata_.parse_number(name) for name in names} - {None}
+            if not numbers.isdisjoint(map(metadata_.parse_number, ids)):
+                remedy = "; a spreadsheet or pandas has read ids as numbers: write them as in the table, as text"
             raise DataError(
                 f"none of the {len(names)} samples of {config.table} is in {where}: here they are called "
                 f"{format_examples(names)}, there {format_examples(ids) or 'nothing'}{remedy}"
@@ -139,7 +142,8 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
     if known is not None:
         leave_out_absent("no_metadata", known.ids, f"{known.path} (data.metadata)", "; choose data.id_column")
         for reason, key, name in _list_columns(config):
-            none = metadata_.is_missing(known.column(name, key), config.missing)
+            markers = [*config.missing, *known.missing.get(name, ())]
+            none = metadata_.is_missing(known.column(name, key), markers)
             lacking = {known.ids[row] for row in np.flatnonzero(none)}
             leave_out(reason, [sample in lacking for sample in names], f"have no value of '{name}'")
     matrix = load_matrix(config)

@@ -16,7 +16,12 @@ from unisono.recipe_tools import find_duplicates, format_examples, format_share,
 from unisono_microbiome.study import artifacts
 
 _HEADERS = ("#sampleid", "#sample id", "#sample-id", "#otuid", "#otu id", "#otu-id", "#feature id")  # else a comment
-_TYPES = "#q2:types"  # the id of a row that says of each column what it holds
+_DIRECTIVE = "#q2:"  # with which rows begin that say something of each column
+_TYPES, _MISSING = "#q2:types", "#q2:missing"  # what it holds, and how values that are missing are written
+_SCHEMES: Mapping[str, tuple[str, ...]] = {
+    "blank": (), "no-missing": (),
+    "INSDC:missing": ("not applicable", "missing", "not collected", "not provided", "restricted access"),
+}  # fmt: skip
 Kind = Literal["regression", "classification"]
 KINDS: Mapping[str, Kind] = {"numeric": "regression", "categorical": "classification"}
 """What a column of a QIIME 2 type can be as a target."""
@@ -31,12 +36,15 @@ class Metadata:
         ids: of the rows.
         columns: values per column, the ids' among them.
         types: `numeric` or `categorical`, of the columns that a row `#q2:types` describes.
+        missing: what means that there is no value, besides an empty one, of the columns that a row `#q2:missing`
+            describes.
     """
 
     path: Path
     ids: list[str]
     columns: dict[str, list[str]]
     types: dict[str, str]
+    missing: dict[str, tuple[str, ...]]
 
     def column(self, name: str, key: str) -> list[str]:
         """The values of a column that a setting names; one that is not there is refused."""
@@ -66,10 +74,10 @@ def read_metadata(
     """
     with artifacts.open_data(path, key) as inner:
         columns = read_table(
-            inner, key=key, comment="#", headers=_HEADERS, directives=[_TYPES], strip=strip,
+            inner, key=key, comment="#", headers=_HEADERS, directives=[_DIRECTIVE], strip=strip,
             strip_key="data.white_space=strip",
         )  # fmt: skip
-    found = Metadata(path, [], columns, _take_types(path, key, columns))
+    found = Metadata(path, [], columns, *_take_directives(f"{path} ({key})", columns))
     ids_of = next(iter(columns)) if id_column is None else id_column
     ids = found.column(ids_of, "data.id_column")
     for name in dict.fromkeys([ids_of, *(name for name in used if name in columns)]):
@@ -83,24 +91,37 @@ def read_metadata(
             f"{path} ({key}), column '{ids_of}', has duplicate ids: {format_share(doubles, len(ids), 'rows')}; keep "
             "one row of each, or choose another data.id_column"
         )
-    return Metadata(path, ids, columns, found.types)
+    return Metadata(path, ids, columns, found.types, found.missing)
 
 
-def _take_types(path: Path, key: str, columns: dict[str, list[str]]) -> dict[str, str]:
-    """The types of the columns, by a row of QIIME 2 that is then removed."""
+def _take_directives(shown: str, columns: dict[str, list[str]]) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """The types of the columns, and what means missing in them, by rows of QIIME 2 that are then removed."""
     first = next(iter(columns.values()))
-    rows = [number for number, name in enumerate(first) if name.strip() == _TYPES]
-    if not rows:
-        return {}
-    if rows != [0]:
-        raise DataError(f"{path} ({key}): '{_TYPES}' must be the first line after the header, and only there")
-    declared = {name: values.pop(0).strip().lower() for name, values in columns.items()}
-    types = {name: kind for name, kind in list(declared.items())[1:] if kind}
-    if wrong := [f"{kind} of {name}" for name, kind in types.items() if kind not in KINDS]:
-        raise DataError(
-            f"{path} ({key}), line '{_TYPES}': {format_examples(wrong)}; the types are numeric and categorical"
-        )
-    return types
+    names = [name.split()[0] for name in first if name.strip().startswith(_DIRECTIVE)]
+    if not all(name.strip().startswith(_DIRECTIVE) for name in first[: len(names)]):
+        raise DataError(f"{shown}: '{names[-1]}' must be a line directly after the header, and only there")
+    if strange := [name for name in names if name not in (_TYPES, _MISSING)]:
+        raise DataError(f"{shown}: there is no line '{strange[0]}' in QIIME 2, but {_TYPES} and {_MISSING}")
+    if doubles := find_duplicates(names):
+        raise DataError(f"{shown} has two lines '{doubles[0]}'; keep one")
+    rows = {
+        directive: {name: value for name, values in list(columns.items())[1:] if (value := values[place].strip())}
+        for place, directive in enumerate(names)
+    }
+    for values in columns.values():
+        del values[: len(names)]
+    types = {name: kind.lower() for name, kind in rows.get(_TYPES, {}).items()}
+    schemes = rows.get(_MISSING, {})
+    for directive, given, known in ((_TYPES, types, list(KINDS)), (_MISSING, schemes, list(_SCHEMES))):
+        if wrong := [f"{value} of {name}" for name, value in given.items() if value not in known]:
+            raise DataError(f"{shown}, line '{directive}': {format_examples(wrong)}; valid are {', '.join(known)}")
+    for name in (name for name, scheme in schemes.items() if scheme == "no-missing"):
+        if none := [sample for sample, value in zip(first, columns[name], strict=True) if not value.strip()]:
+            raise DataError(
+                f"{shown}, column '{name}' is 'no-missing' by the line '{_MISSING}', but "
+                f"{format_share(none, len(first), 'rows')} have no value; give them, or set it to blank"
+            )
+    return types, {name: _SCHEMES[scheme] for name, scheme in schemes.items()}
 
 
 @dataclass(frozen=True, eq=False)
