@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from packages.unisono.tests.runs import checkpoints, configuration, evaluations
 from packages.unisono.tests.tasks import TransformerTask
 from unisono.callback import Callback, CallbackResult, Evaluate, RunInfo, Save, Stop
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.commit import Snapshot
+from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.launch.resolving.preflight import preflight
 from unisono.observe import events
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
-from unisono.runtime.errors import CallbackError, ConfigError
+from unisono.runtime.errors import CallbackError, ConfigError, Preempted
+from unisono.supervise import preemption
 from unisono.training.callbacks.build import build_callbacks
 from unisono.training.callbacks.early_stopping import EarlyStopping
 
@@ -102,6 +106,31 @@ def test_a_run_that_fails_ends_its_callbacks_with_that_reason(tmp_path: Path) ->
     with pytest.raises(ZeroDivisionError):
         runs.train(tmp_path, config(3, eval={"every": 2}), Failing(), callbacks=[one])
     assert one.values["end", 2] == "failed"
+
+
+def test_a_signal_that_comes_while_a_save_that_was_due_is_written_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "which is not saved: ; the newest checkpoint is from step 0", and saved it while it left."""
+    begin, write, came = Saver.save, commit.save_checkpoint, False
+
+    def save(saver: Saver, snapshot: Snapshot) -> None:
+        nonlocal came
+        begin(saver, snapshot)
+        came = True
+
+    def write_slowly(*given: Any, **named: Any) -> Path:
+        time.sleep(0.1)
+        return write(*given, **named)
+
+    monkeypatch.setattr(Saver, "save", save)
+    monkeypatch.setattr(commit, "save_checkpoint", write_slowly)
+    monkeypatch.setattr(preemption, "seconds_since_signal", lambda: 0.0 if came else None)
+    one = Recording()
+    with pytest.raises(Preempted, match=r"preempted after step 2 of 6, which is saved$"):
+        run(tmp_path, config(checkpoint={"every": 2}), one)
+    assert checkpoints(tmp_path) == [2]
+    assert ("save", 2) in one.seen
 
 
 # what it may ask for --------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_the_spread_of_an_ensemble_is_not_cut_where_chances_end(tmp_path: Path) 
     assert both.low == pytest.approx(low) and both.high == pytest.approx(high)
 
 
-@pytest.mark.parametrize("name", ["group", "fold"])
+@pytest.mark.parametrize("name", ["group", "fold", "ID"])  # the last is a name that QIIME 2 keeps for itself
 def test_a_target_replaces_no_other_column(name: str, tmp_path: Path) -> None:
     made = [made_up(tmp_path, fold) for fold in range(2)]
     library, pooled = made[0].library, pool(made)

@@ -242,6 +242,8 @@ def test_a_written_table_has_the_types_of_its_columns(tmp_path: Path) -> None:
     inside = open_data(write_metadata(tmp_path / "p.qza", WRITTEN), "data.metadata")
     with inside as found:
         assert found.read_text() == text
+    empty = write_metadata(tmp_path / "n.tsv", {"sample-id": ["a", "b"], "age": [float("nan"), 2.0]}).read_text()
+    assert empty.splitlines()[2:] == ["a\t", "b\t2"]
     plain = write_metadata(tmp_path / "p.csv", WRITTEN).read_text()
     assert next(iter(csv.DictReader(io.StringIO(plain)))) == {"sample-id": "a", "state": "1", "p(1)": "0.25"}
 

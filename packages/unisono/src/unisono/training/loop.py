@@ -245,8 +245,11 @@ class Training:
     def _finish(self, decision: Decision) -> None:
         """Wait for pending saves and uploads, and report why the run ends here."""
         say, resumes = self.say, self._run.resume_command()
-        if not decision.preempted:
-            self._saving.saver.finish()
+        if decision.preempted and not decision.not_saved_because:  # the signal came after a save that was due had begun
+            self._saving.saver.stop_retrying()
+        if not decision.not_saved_because:
+            with self._sync.saving():
+                self._saving.saver.finish()
         is_leaving = self._wait_for_uploads(decision) or decision.preempted
         if (exported := self._saving.export(decision.seconds_left, is_leaving)) is not None:
             say(exported)

@@ -218,7 +218,7 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
 
 def name_column(target: str, others: Collection[str]) -> str:
     """What the column of a predicted target is called in a table with other columns, none of which it replaces."""
-    return f"predicted {target}" if target in others else target
+    return f"predicted {target}" if target in others or target.lower() in artifacts.IDS else target
 
 
 def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:

@@ -38,6 +38,9 @@ DATA: Mapping[str, Mapping[str, str]] = {
 }
 """The types of artifacts that each setting can name, and the file in them that is read."""
 
+IDS = frozenset({"id", "sampleid", "sample id", "sample-id", "featureid", "feature id", "feature-id", "sample_name"})
+"""Names that QIIME 2 keeps for the column of the ids, in lower case."""
+
 _ARCHIVE = "5"  # version of the archive's layout that is written: all releases since 2018.11 read it
 _FRAMEWORK = "2018.11.0"  # the release that introduced it, as which it is written
 _SMALL = 1 << 16  # bytes of VERSION and metadata.yaml
@@ -126,13 +129,15 @@ def write_metadata(path: Path, columns: Mapping[str, Sequence[Any]]) -> Path:
 
     Args:
         path: of it.
-        columns: by name, the first of them with ids; a column of numbers is numeric, all else categorical.
+        columns: by name, the first of them with ids; a column of numbers is numeric, with NaN where there is none, all
+            else categorical.
     """
     if path.suffix != ".tsv" and not is_artifact(path):
         return write_table(path, columns)
     types = ["#q2:types", *(_find_type(values) for values in list(columns.values())[1:])]
     typed = {
-        name: [kind, *np.asarray(values).tolist()] for kind, (name, values) in zip(types, columns.items(), strict=True)
+        name: [kind, *("" if value != value else value for value in np.asarray(values).tolist())]  # NaN as QIIME 2 does
+        for kind, (name, values) in zip(types, columns.items(), strict=True)
     }
     return _write_tsv(path, typed, "ImmutableMetadata", "ImmutableMetadataDirectoryFormat", "metadata.tsv")
 
