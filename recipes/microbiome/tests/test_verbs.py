@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,14 @@ def test_samples_whose_target_is_unknown_are_predicted_with_what_else_the_model_
     assert found.library.target is None and scores(found) == {}
     assert np.array_equal(found.target.mean, whole.target.mean)  # in the units of each kind, by its covariates
     (one, *_), least = np.unique([row["kind"] for row in rows]), rows[3]
+    subject, kind, least["subject"], least["kind"] = least["subject"], least["kind"], "s-new", "Calm"
+    predictor = Predictor(unisono.open_run(run, unknown()), draws=1)
+    of_kind, of_subject = predictor.find_unknown(np.arange(18))
+    assert of_kind.startswith("kind of 1 of 18 samples ('Calm') is a value that no training sample has (data.target_by")
+    assert re.match(
+        r"subject of [67] of 18 samples \(.*'s-new'\) is a value .* \(covariate, which is 0 for", of_subject
+    )
+    least["subject"], least["kind"] = subject, kind
     for words in ((), ("data.covariates=[]",)):
         least["kind"] = "NA"
         with pytest.raises(DataError, match=r"1 of 18 samples \('.*'\) have no value of 'kind' \[no_covariate\]"):
@@ -199,6 +208,16 @@ def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> No
     assert mine.library.taxa == other.library.taxa[::-1]
     assert mine.target is not None and other.target is not None
     assert np.allclose(mine.target.mean, other.target.mean, rtol=1e-5)
+    names = {one: f"{one}x" if number > 5 else one for number, one in enumerate(table.ids("observation"))}
+    partly = folder / "partly.biom"
+    partly.write_text(table.update_ids(names, axis="observation", inplace=False).to_json("test"))
+    predictor = Predictor(unisono.open_run(run, (*changes, f"data.table={partly}")))
+    reads = table.matrix_data.toarray()
+    (told, *more) = predictor.find_unknown(np.arange(18))
+    with_reads = reads.sum(1) > 0
+    assert f"{with_reads[6:].sum()} of {with_reads.sum()} taxa ('{list(names.values())[6]}', " in told
+    assert f"with {reads[6:].sum() / reads.sum():.1%} of the reads have no vector in this model" in told
+    assert len(more) == bool((reads[:6].sum(0) == 0).any())
     named = folder / "named.biom"
     table.update_ids({one: f"x{number}" for number, one in enumerate(table.ids("observation"))}, axis="observation")
     named.write_text(table.to_json("test"))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, Scaling
+from unisono.recipe_tools import format_examples
 from unisono_microbiome.settings import DIVERSITIES
 from unisono_microbiome.study.library import Library
 from unisono_microbiome.study.matrices import BOUNDED
@@ -121,3 +122,17 @@ class LearntValues:
         if (found := self.library.categories) is None:
             raise ConfigError("the target was transformed by the category of each sample: set data.target_by")
         return [found[number] for number in numbers]
+
+    def find_unseen(self, numbers: NDArray[np.int64]) -> list[str]:
+        """Sentences about samples with a category that no training sample has, as one that is written otherwise."""
+        by, scaling = self.library.config.target_by, self.target_scaling
+        known = {one.name: (one.levels, "covariate, which is 0 for them") for one in self.covariates if one.levels}
+        if by is not None and scaling is not None and scaling.categories:
+            known[by] = list(scaling.categories), "data.target_by, so the transform of all samples is theirs"
+        found = []
+        for name, (levels, what) in known.items():
+            values = [self.library.metadata[name][number] for number in numbers]
+            if strange := [value for value in values if value not in levels]:
+                shown = f"{len(strange)} of {len(values)} samples ({format_examples(sorted(set(strange)))})"
+                found.append(f"{name} of {shown} is a value that no training sample has ({what})")
+        return found

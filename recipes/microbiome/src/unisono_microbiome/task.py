@@ -329,6 +329,10 @@ class Microbiome(Task):
             facts["covariates"] = {one.name: one.levels or "numbers" for one in self.learnt.covariates}
         return facts
 
+    def data_warnings(self) -> list[str]:
+        """Held-out samples with categories that no training sample has."""
+        return self.learnt.find_unseen(self.library.held_out().rows)
+
     def save_assets(self, directory: Path) -> None:
         """What a reader needs besides the weights: sizes, transforms and classes, and the taxa of the training."""
         target, scaling = self.library.target, self.learnt.target_scaling

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, Run, Scaling, generator
-from unisono.recipe_tools import format_examples
+from unisono.recipe_tools import format_examples, format_share
 from unisono_microbiome.evaluation import scoring
 from unisono_microbiome.samples import collate_taxa
 from unisono_microbiome.settings import DIVERSITIES
@@ -142,6 +142,21 @@ class Predictor:
         places = np.full(self.task.shape.taxa, -1, dtype=np.int64)
         places[self._training_numbers[self._training_numbers >= 0]] = np.flatnonzero(self._training_numbers >= 0)
         return places[taxa]
+
+    def find_unknown(self, numbers: NDArray[np.int64]) -> list[str]:
+        """Sentences about what the model does not know of these samples: categories, and taxa without a vector."""
+        found = self.task.learnt.find_unseen(numbers)
+        counts, known = self.library.counts[numbers], self._training_numbers
+        reads = np.asarray(counts.sum(axis=0)).ravel()
+        if known is None or not (lost := reads[known < 0].sum()):
+            return found
+        strange = [self.library.taxa[taxon] for taxon in np.flatnonzero((known < 0) & (reads > 0))]
+        what = format_share(strange, int((reads > 0).sum()), "taxa")
+        found.append(f"{what} with {lost / reads.sum():.1%} of the reads have no vector in this model and are not seen")
+        if nothing := np.flatnonzero(counts[:, known >= 0].sum(axis=1) == 0).tolist():
+            names = [self.library.samples[numbers[place]] for place in nothing]
+            found.append(f"{format_share(names, len(numbers), 'samples')} have no other taxa: nothing of them is seen")
+        return found
 
     @cached_property
     def _training_numbers(self) -> NDArray[np.int64] | None:

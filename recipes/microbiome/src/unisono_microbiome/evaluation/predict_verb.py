@@ -44,6 +44,7 @@ def predict(
     else:
         predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
+    yield from Predictor(run).find_unknown(predicted.numbers)
     if predicted.target is not None:
         yield f"intervals of {predicted.target.column}: {predicted.target.covers}"
     if baseline and predicted.target is not None and predicted.library.target is not None:
