@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import biom
@@ -17,6 +18,7 @@ from recipes.microbiome.tests.made import TINY, data
 from unisono import RunResult
 from unisono.cli import main
 from unisono.supervise.step_sync import AS_REQUESTED
+from unisono_microbiome.evaluation import crossvalidation, scoring
 from unisono_microbiome.evaluation.crossvalidation import (
     combine,
     find_half_width,
@@ -205,6 +207,28 @@ def test_the_spread_of_an_ensemble_is_not_cut_where_chances_end(tmp_path: Path) 
     assert both is not None
     assert both.deviation == pytest.approx(np.full((1, 2), 0.2))
     assert both.low == pytest.approx(low) and both.high == pytest.approx(high)
+
+
+@pytest.mark.parametrize("memory", [1000, 10**12])
+def test_forests_that_do_not_fit_into_memory_are_left_out(
+    memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would end the command after its first fold, or the machine."""
+    made = iter([made_up(tmp_path, fold) for fold in range(2)])
+    assets = {"training": open_library(data(tmp_path, held_out=0.5)).training().fingerprint}
+    others = {"training": open_library(data(tmp_path, held_out=0.5, fold=1)).training().fingerprint}
+    models = iter([SimpleNamespace(task=SimpleNamespace(assets=each)) for each in (assets, others)])
+    monkeypatch.setattr(unisono, "train", lambda *_: RunResult(tmp_path, 3))
+    monkeypatch.setattr(crossvalidation, "open_run", lambda _: None)
+    monkeypatch.setattr(crossvalidation, "Predictor", lambda *_, **__: next(models))
+    monkeypatch.setattr(crossvalidation, "predict_samples", lambda *_: next(made))
+    monkeypatch.setattr(scoring, "predict_with_forest", lambda _, seen, numbers, seed: np.zeros(len(numbers)))
+    monkeypatch.setattr(scoring.psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+    told = list(crossvalidation.crossvalidate(words(tmp_path), tmp_path / "cv"))
+    few = memory == 1000
+    assert sum(line.startswith("no forests: they need about 0.0 GB") for line in told) == 2 * few
+    (first, *_) = read(tmp_path / "cv" / "folds.tsv")
+    assert "target/mae" in first and ("forest/mae" in first) == (not few)
 
 
 @pytest.mark.parametrize("name", ["group", "fold", "ID"])  # the last is a name that QIIME 2 keeps for itself

@@ -68,12 +68,18 @@ def crossvalidate(
     while len(made) < folds:
         own = [f"data.fold={len(made)}", f"run.dir={out}", f"run.name=fold-{len(made)}"]
         _refuse_unfinished(len(made), unisono.train("microbiome", [*overrides, *own]))
-        run = open_run(out / f"fold-{len(made)}")
-        predicted = predict_samples(Predictor(run, draws, seed=seed, device=device), "held_out")
+        predictor = Predictor(open_run(out / f"fold-{len(made)}"), draws, seed=seed, device=device)
+        predicted = predict_samples(predictor, "held_out")
         groups = np.array(predicted.library.groups)
         folds = -(-len(set(groups)) // len(set(groups[predicted.numbers]))) if not made else folds
         made.append(predicted)
-        scored.append(scores(predicted, baseline=True, seed=seed))
+        why = None
+        if predicted.target is not None:
+            trained_on = predictor.task.assets.get("training")
+            why = scoring.explain_no_forests(predicted.library, predicted.numbers, trained_on)
+        if why is not None:
+            yield f"no forests: {why}"
+        scored.append(scores(predicted, baseline=why is None, seed=seed))
         yield f"fold {len(made)} of {folds}: " + ", ".join(f"{name} {value:.3f}" for name, value in scored[-1].items())
     half_width, coverage = None, {}
     if (target := made[0].target) is not None:
