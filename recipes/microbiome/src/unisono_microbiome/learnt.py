@@ -131,8 +131,8 @@ class LearntValues:
             known[by] = list(scaling.categories), "data.target_by, so the transform of all samples is theirs"
         found = []
         for name, (levels, what) in known.items():
-            values = [self.library.metadata[name][number] for number in numbers]
-            if strange := [value for value in values if value not in levels]:
+            values, there = [self.library.metadata[name][number] for number in numbers], set(levels)
+            if strange := [value for value in values if value not in there]:
                 shown = f"{len(strange)} of {len(values)} samples ({format_examples(sorted(set(strange)))})"
                 found.append(f"{name} of {shown} is a value that no training sample has ({what})")
         return found
