@@ -60,6 +60,13 @@ FAULTY = [
     ("sampled", ["--fault", "split"], "Every rank splits the data by itself"),
     ("sampled", ["--batch-size", "{8//world}"], "The learning rate depends on the world size"),
     ("clip", [], "The gradients depend on the layout"),
+    # What one process computes of the rows of each rank alone says why.
+    ("parted", ["local pairs"], "A statistic of the batch is taken of its parts"),
+    ("parted", ["spread"], "A statistic of the batch is taken of its parts"),
+    ("parted", ["returns"], "A statistic of the batch is taken of its parts"),
+    ("parted", ["penalty"], "A term is added once per micro-batch"),
+    ("parted", ["weighted"], "The loss depends on the process"),
+    ("parted", ["gathered"], "The gradients across samples depend on the layout"),
     # What only the callbacks see.
     ("with_trainer", [*DEVICE, "--evaluate", "--padded"], "The evaluation depends on the layout"),
     ("with_lightning", [*ACCELERATE, "--fault", "means"], "A mean of means"),
@@ -115,6 +122,13 @@ def test_passes_whose_gradients_are_thrown_away_are_of_no_update_and_modes_that_
     (verdict,) = report.verdicts
     assert (report.mark, {c.mark for c in verdict.invariants}) == ("PASS", {"PASS"}), report.lines
     assert self_check.REDUCED in {c.quantity for c in verdict.invariants}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pairs", "policy", "variance"])
+def test_a_loss_over_all_rows_passes_where_ranks_exchange_what_it_needs(kind: str) -> None:
+    report = prove("parted", [kind])
+    assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
 
 
 @pytest.mark.slow

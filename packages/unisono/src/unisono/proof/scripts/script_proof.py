@@ -21,6 +21,7 @@ from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis, predictions
+from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.scripts.judging import script_rows, self_check
 from unisono.proof.scripts.judging.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
@@ -37,6 +38,7 @@ from unisono.proof.scripts.judging.script_comparison import (
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.recording.script_process import MODULE, ScriptRun
 from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
+from unisono.proof.scripts.replay.parts_alone import explain_by_parts
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
 from unisono.proof.scripts.start import gpu_need
@@ -243,8 +245,10 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             if judged.first and (other := find_other_buffers(trace, reference)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
             if group.plan is not None:
-                answer_by_replay(judged, group, trace, reference, plain)
+                answer_by_replay(judged, group, trace, reference, plain, judged.case in runs.own_numbers)
     name_local_statistics(verdicts, traces, reference)
+    for case, judged in ((case, judged) for case in cases for judged in verdicts if judged.case == case.name):
+        explain_by_parts(runs, case, judged, reference)
     return Report(
         verdicts,
         alone if group.plan is None else [],
@@ -340,6 +344,11 @@ def _complete(
     world = len(mine.facts.steps[0].by_rank)
     judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
     first = judged.first
+    step = first.worst.step if first and first.quantity == "raw gradients" else 0
+    left_out = check.dropped.get(step - 1, [])
+    if left_out and judged.diagnosis is not None and judged.diagnosis.is_neutral:
+        detail = f"step {step}: what the backward passes of ranks {left_out} made is not in the update"
+        judged.diagnosis = build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
     if first and check.failed in judged.invariants and first.quantity not in ("initial parameters", "sample ids"):
         same_step = check.failed is not None and check.failed.worst.step == first.worst.step
         judged.diagnosis = check.diagnosis if same_step else judged.diagnosis

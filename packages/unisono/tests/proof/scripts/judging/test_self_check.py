@@ -83,6 +83,15 @@ def test_a_correct_run_passes_and_its_loss_is_that_of_the_reduction(tmp_path: Pa
     assert check.diagnosis is None
 
 
+@pytest.mark.parametrize(("weights", "dropped"), [((0.5, 0.0), [1]), ((0.0, 0.0), [0, 1]), ((0.5, 0.5), [])])
+def test_a_gradient_that_a_rank_throws_away_is_no_loss_of_0(
+    tmp_path: Path, weights: tuple[float, float], dropped: list[int]
+) -> None:
+    check = self_check.check_run(write_trace(tmp_path, reduced=[combine(*weights)] * 2))
+    assert check.dropped == {0: dropped}
+    assert (check.losses == [None]) == bool(dropped)
+
+
 def test_ranks_losses_are_averaged_by_their_rows(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, reduced=[combine(1, 1)] * 2)
     trace.facts.steps[0].by_rank = [[0, 1, 2], [3]]

@@ -26,15 +26,15 @@ def keep_batches(folder: Path, by_rank: list[list[Any]]) -> None:
 def test_batches_are_given_side_by_side_or_in_turn(tmp_path: Path) -> None:
     keep_batches(tmp_path, [[torch.tensor([1]), torch.tensor([2])], [torch.tensor([3]), torch.tensor([4])]])
     source, native = object(), torch.tensor([9])
-    beside = RowReplay(tmp_path, 2, "side by side")
+    beside = RowReplay(tmp_path, [0, 1], "side by side")
     assert [beside.take_batch(source, native, 1).tolist() for _ in range(3)] == [[1, 3], [2, 4], [9]]
-    turns = RowReplay(tmp_path, 2, "in turn")
+    turns = RowReplay(tmp_path, [0, 1], "in turn")
     assert [turns.take_batch(source, native, 1).tolist() for _ in range(4)] == [[1], [3], [2], [4]]
 
 
 def test_what_cannot_be_given_is_told_and_changes_nothing(tmp_path: Path) -> None:
     keep_batches(tmp_path, [[torch.zeros(2, 3)], [torch.zeros(2, 4)]])
-    replay, native = RowReplay(tmp_path, 2, "side by side"), torch.ones(1, 3)
+    replay, native = RowReplay(tmp_path, [0, 1], "side by side"), torch.ones(1, 3)
     assert replay.take_batch(object(), native, 1) is native
     assert "no attention_mask" in replay.reason
 
@@ -79,9 +79,9 @@ def squared(outputs: Tensor, y: Tensor) -> Tensor:
 
 def test_inputs_and_the_targets_that_go_past_the_model_are_given(tmp_path: Path) -> None:
     keep_passes(tmp_path, OF_RANKS, squared)
-    losses = run_passes(RowReplay(tmp_path, 2, "side by side"), NATIVE, squared)
+    losses = run_passes(RowReplay(tmp_path, [0, 1], "side by side"), NATIVE, squared)
     assert losses == [(2 - 1) ** 2 + (6 - 2) ** 2, (4 - 0) ** 2 + (8 - 3) ** 2]
-    turns = run_passes(RowReplay(tmp_path, 2, "in turn"), [(column(9), column(9))] * 4, squared)
+    turns = run_passes(RowReplay(tmp_path, [0, 1], "in turn"), [(column(9), column(9))] * 4, squared)
     assert turns == [1, 16, 16, 25]
 
 
@@ -93,11 +93,11 @@ def test_what_is_made_of_outputs_or_anew_or_never_changes_is_no_target(tmp_path:
         return (weight * (outputs * outputs.detach() + numbers * outputs - y)).sum()
 
     keep_passes(tmp_path, OF_RANKS, loss)
-    replay = RowReplay(tmp_path, 2, "side by side")
+    replay = RowReplay(tmp_path, [0, 1], "side by side")
     first, _ = run_passes(replay, NATIVE, loss)
     assert (first, replay.reason) == (0.5 * ((2 * 2 + 0 - 1) + (6 * 6 + 6 - 2)), "")
     weight.fill_(1.0)  # perhaps a fault of the ranks, which must not be given to one process
-    replay = RowReplay(tmp_path, 2, "side by side")
+    replay = RowReplay(tmp_path, [0, 1], "side by side")
     run_passes(replay, NATIVE, loss)
     assert "is the same in every pass of a rank, and another on one process" in replay.reason
 

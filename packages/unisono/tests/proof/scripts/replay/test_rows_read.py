@@ -67,6 +67,18 @@ def test_another_order_of_the_same_epoch_is_no_fault(tmp_path: Path) -> None:
     assert (found.mark, "no row was read by both" in found.why) == ("PASS", True)
 
 
+def test_numbers_that_each_rank_gives_its_own_rows_are_not_compared_with_those_of_one_process(tmp_path: Path) -> None:
+    """Ranks with data sets of two rows each number them 0 and 1, and read every row of four once."""
+    mine, one = write_runs(
+        tmp_path, ([[], []], [3, 1]), ([["a"], ["b"]], ["d", "b"]), epochs=([0, 1], [1, 0], [0, 1, 2, 3])
+    )
+    assert judge_reading(mine, one, "other inputs")[0].mark == "FAIL"
+    assert judge_reading(mine, one, "other inputs", own_numbers=True)[0].mark == "ABSTAIN"
+    found, likely = judge_reading(mine, one, "other inputs", own_numbers=True, scaled="2 times those of one process")
+    assert found.mark == "FAIL" and likely is not None
+    assert likely.fault == "The samples depend on the process"
+
+
 def test_rows_of_the_same_numbers_that_are_other_inputs_are_left_open_whatever_the_order(tmp_path: Path) -> None:
     epochs = ([0, 2], [1, 3], [3, 1, 2, 0])
     mine, one = write_runs(tmp_path, ([[0], [1]], [3, 1]), ([["a"], ["scaled"]], ["d", "b"]), epochs=epochs)

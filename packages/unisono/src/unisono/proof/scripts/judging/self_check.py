@@ -7,8 +7,8 @@ the losses of the ranks are the function that was minimised.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -75,6 +75,7 @@ SENT = (
     "after an update of equal gradients, parameters differ between ranks, but not before the next one: the script "
     "sends them to other ranks by itself (each updates a part of them), which cannot be seen"
 )
+_DROPPED = 1e-9  # of the largest weight: a gradient that is left out has none
 _NEGLIGIBLE = 1e-3  # of all gradients together, times rounding: what a gradient that is 0 may come to
 
 
@@ -89,6 +90,7 @@ class SelfCheck:
         world_size: processes of the run.
         reduction: in words, as of the first step; empty where it is not known.
         factor: the weight of rank 0 in it, then.
+        dropped: by step, from 0, the ranks whose gradients are not in the update.
         failed: the first check that did.
         diagnosis: of it.
         inside: why a reduction was not seen, of gradients or of parameters; empty if it was.
@@ -103,6 +105,7 @@ class SelfCheck:
     failed: ComparedQuantity | None = None
     diagnosis: Diagnosis | None = None
     inside: str = ""
+    dropped: Mapping[int, list[int]] = field(default_factory=dict)
 
 
 class _Step:
@@ -133,11 +136,24 @@ class _Step:
         large = {n for rank in self.reduced for n, value in rank.items() if not np.linalg.norm(value) <= limit}
         return {*self.unequal} >= large | self.sharded
 
+    @cached_property
+    def dropped(self) -> list[int]:
+        """The ranks whose backward passes made a gradient that is not in the update, and is no rounding."""
+        weights = self.made.weights
+        if weights is None:
+            return []
+        sizes = [norm_of(add_gradients(each).values()) for each in self.passes]
+        least = ROUNDING[self.trace.precision] * max(*sizes, 0.0)
+        largest = max(map(abs, weights))
+        return [n for n, weight in enumerate(weights) if sizes[n] > least and abs(weight) <= _DROPPED * largest]
+
     @property
     def loss(self) -> float | None:
         """The function whose gradient was used: what the ranks called `backward` on, in the same weighted sum."""
         weights = self.made.weights
         if weights is None or self.unequal or self.facts.clean is False or not all(rank.losses for rank in self.seen):
+            return None
+        if self.dropped:  # of which nothing was minimised, although it has a loss
             return None
         return sum(weight * sum(rank.losses) for weight, rank in zip(weights, self.seen, strict=True))
 
@@ -169,8 +185,9 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
     losses, averages, size = [step.loss for step in steps], [step.average for step in steps], len(steps[0].seen)
     made = steps[0].made
     factor = made.weights[0] if made.weights else 0.0
+    dropped = {step.number: step.dropped for step in steps}
     if size == 1:
-        return SelfCheck([], losses, averages, 1, str(made), factor)
+        return SelfCheck([], losses, averages, 1, str(made), factor, dropped=dropped)
     parted = any(rank.parted for rank in seen) or computes_in_parts(trace)
     failures, inside = _follow_gradients(steps, parted)
     for check, describe in _BY_STEP.items():
@@ -214,7 +231,7 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
     diagnosis = failures[failed.quantity][1] if failed else None
     reduction = str(made) if reduces and not unknown else ""
     inside = "" if EQUAL in failures else inside
-    return SelfCheck(found, losses, averages, size, reduction, factor, failed, diagnosis, inside)
+    return SelfCheck(found, losses, averages, size, reduction, factor, failed, diagnosis, inside, dropped)
 
 
 def computes_in_parts(trace: ScriptTrace) -> bool:

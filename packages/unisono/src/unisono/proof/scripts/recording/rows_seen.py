@@ -69,6 +69,13 @@ class FetchedRows:
         self._latest.append(numbers)
         return len(numbers) or None
 
+    def find_parts(self) -> list[bool]:
+        """Of each data set that passes were made of, whether it is a part of another, by whose numbers rows are known.
+
+        Rows that a data set of a rank's own numbers are others on every rank.
+        """
+        return [isinstance(self._data[key], Subset) for key in self._lengths]
+
     def list_epochs(self) -> list[NDArray[np.int64]]:
         """The rows of one epoch of every data set that passes were made of, as its sampler deals them out to this rank.
 

@@ -27,6 +27,7 @@ from unisono.proof.scripts.recording.model_facts import find_living, held_parame
 from unisono.proof.scripts.recording.rank_progress import RankProgress
 from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
 from unisono.proof.scripts.recording.rows_seen import FetchedRows, digest_rows
+from unisono.proof.scripts.recording.script_collectives import ScriptCollectives
 from unisono.proof.scripts.recording.script_recorder import Records, World
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
@@ -139,6 +140,7 @@ class ScriptWatch:
         if world.size > 1:
             self._exchange = RowKeeper(world.folder, world.rank, world.size)
         self._loss_inputs = LossInputs()
+        self._collectives = ScriptCollectives(lambda: self._loss_inputs.is_open)
         self._ended = False  # the script has, by itself
         self._has_batches = False  # of a `DataLoader`
         self._seeds = Seeds(world.rank)
@@ -165,6 +167,7 @@ class ScriptWatch:
             _watches.append(self)
             stack.callback(_watches.remove, self)
             stack.enter_context(self._seeds.installed())
+            stack.enter_context(self._collectives.installed())
             stack.enter_context(self._loss_inputs)
             yield
 
@@ -187,6 +190,9 @@ class ScriptWatch:
             self.records.find_lower() if self.records is not None else [],
             self._fetched.find_next_epoch(self.records.steps) if self.records is not None else 0,
             self._ended,
+            self._fetched.find_parts(),
+            getattr(self._exchange, "scaled", ""),
+            getattr(self._exchange, "beside", []),
         )
         write_reading(self._world.folder, self._world.rank, facts, self._fetched.list_epochs())
 
@@ -384,6 +390,7 @@ class ScriptWatch:
                 if self.records.before_backward(of_batch):
                     self._rows = []
             self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
+            self.records.seen.exchanged += self._collectives.take()
             self._rows += self._fetched.take_pass()
             self.records.seen.sources = self._fetched.lengths
         return original(tensors, *args, **named)

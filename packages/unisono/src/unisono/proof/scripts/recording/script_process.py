@@ -57,7 +57,7 @@ class ScriptRun:
         steps: updates after which what is run as it is ends; 0: a function that records itself.
         next_epoch: whether it goes on into the next epoch, if that begins soon.
         rows_of: the folder of the trace, in that of the run, whose ranks' rows it is given; empty for its own.
-        ranks: that the other run had.
+        ranks: of the other run, whose rows these are.
         how: their batches are put together.
         dropout: `off` where the script computes without.
         cuda: `cpu` where the CPU stands in place of a GPU.
@@ -75,7 +75,7 @@ class ScriptRun:
     steps: int = 0
     next_epoch: bool = False
     rows_of: str = ""
-    ranks: int = 0
+    ranks: list[int] = field(default_factory=list)
     how: How = "side by side"
     dropout: Literal["on", "off"] = "on"
     cuda: Literal["auto", "cpu"] = "auto"

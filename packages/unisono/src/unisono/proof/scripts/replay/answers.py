@@ -9,6 +9,7 @@ from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_plan import NUMBERS, reads_numbers
 from unisono.proof.scripts.replay.replay_runs import Group
 from unisono.proof.scripts.replay.rows_read import PER_DEVICE, ROWS, describe_rates, describe_size, judge_reading
@@ -18,7 +19,7 @@ _RATE = "learning rate"
 
 
 def answer_by_replay(
-    judged: Verdict, group: Group, mine: ScriptTrace, replayed: ScriptTrace, plain: ScriptTrace
+    judged: Verdict, group: Group, mine: ScriptTrace, replayed: ScriptTrace, plain: ScriptTrace, own_numbers: bool
 ) -> None:
     """Complete the verdict of a run that was compared with one process on the same rows.
 
@@ -28,6 +29,7 @@ def answer_by_replay(
         mine: of several processes.
         replayed: of one, on their rows and at their rates.
         plain: of one, on its own.
+        own_numbers: whether ranks number the rows of data sets of their own.
     """
     if judged.first is not None and reads_numbers(replayed):
         judged.compared = [
@@ -35,7 +37,8 @@ def answer_by_replay(
             for one in judged.compared
         ]
         judged.diagnosis = judged.diagnosis if judged.first else None
-    rows, likely = judge_reading(mine, plain, group.reason)
+    reading = read_reading(replayed.folder, 0)
+    rows, likely = judge_reading(mine, plain, group.reason, own_numbers, reading.scaled if reading else "")
     rates = _compare_rates(mine, plain)
     judged.compared = [rates if one.quantity == _RATE else one for one in judged.compared]
     judged.invariants.append(rows)

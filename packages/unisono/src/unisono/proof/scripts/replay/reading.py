@@ -23,6 +23,9 @@ class ReadingFacts:
         lower: parameters of a lower precision than float64.
         next_epoch: the update that is the first of the second epoch; 0 where that is not known.
         ended: whether the script came to its own end.
+        parts: of every data set, whether it is a part (`Subset`) of another, by whose numbers its rows are known.
+        scaled: in words, how the rows of the ranks are those that this run reads, scaled; empty if they are not.
+        beside: in words, how what ranks give to the loss past the model is another than this run has for the same rows.
     """
 
     has_batches: bool
@@ -32,6 +35,9 @@ class ReadingFacts:
     lower: list[str] = field(default_factory=list)
     next_epoch: int = 0
     ended: bool = False
+    parts: list[bool] = field(default_factory=list)
+    scaled: str = ""
+    beside: list[str] = field(default_factory=list)
 
 
 def write_reading(folder: Path, rank: int, facts: ReadingFacts, epochs: Sequence[NDArray[np.int64]]) -> None:

@@ -63,7 +63,7 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     again = replace(on_theirs, name=f"{name}, perturbed", perturbed=EPSILON[case.precision])
     for own in (on_theirs, again):
         runs.changes[own.name] = {
-            "rows_of": trace.folder.name, "ranks": case.world_size, "how": plan.how,
+            "rows_of": trace.folder.name, "ranks": [*range(case.world_size)], "how": plan.how,
             "steps": len(trace.facts.steps),  # after which it would read rows of its own
         }  # fmt: skip
     replayed = runs.record(on_theirs)

@@ -20,11 +20,11 @@ class ReplayedRun:
 
     Args:
         folder: of the other run's trace.
-        ranks: how many it had.
-        how: its batches are put together.
+        ranks: of it, whose rows are given.
+        how: their batches are put together.
     """
 
-    def __init__(self, folder: Path, ranks: int, how: How) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[int], how: How) -> None:
         self.exchange = RowReplay(folder, ranks, how)
         self._rates = [step.lr[0] for step in Trace(folder).facts.steps]
         self._own: list[float | Tensor] = []

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from unisono.proof.scripts.replay.batch_joining import join_batches
 from unisono.proof.scripts.replay.content_store import ContentStore, NotKeptError, StoredTensor, map_leaves
+from unisono.proof.scripts.replay.row_fit import describe_fit, find_rows, fit_parts
 
 How = Literal["side by side", "in turn"]
 _CONTENT = "content"
@@ -134,23 +136,38 @@ class RowReplay:
 
     Args:
         folder: of the other run's rows.
-        ranks: how many it had.
-        how: the batches of all ranks side by side, or those of one after the other.
+        ranks: of it, whose rows are given.
+        how: their batches side by side, or those of one after the other.
 
     Attributes:
         reason: why a batch could not be given; empty if all were.
+        beside: in words, how what one rank gave to the loss past the model differs from what is here for the same rows.
     """
 
-    def __init__(self, folder: Path, ranks: int, how: How) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[int], how: How) -> None:
         self._store = ContentStore(folder / _CONTENT)
-        self._ranks = [read_rows(folder, rank) for rank in range(ranks)]
+        self._ranks = [read_rows(folder, rank) for rank in ranks]
         self._how = how
         self._sources: list[object] = []
         self._fetched: list[int] = []
         self._forwards: dict[int, int] = {}
         self._constant = [_find_constants(rows.windows) for rows in self._ranks]
         self._counts: dict[int, list[int | None]] = {}  # rows of the ranks in a pass
+        self._rows_here: list[int] | None = None  # places of the rows of one rank among those of the first pass here
         self.reason = ""
+        self.beside: list[str] = []
+        self._fits: list[tuple[tuple[float, float], ...] | None] = []  # of the first batches here to those of the ranks
+
+    @property
+    def scaled(self) -> str:
+        """In words, how the ranks' rows are those of one process, scaled alike in several batches; empty if not."""
+        if len(self._fits) < 2 or self._fits[0] is None or self._fits[1] is None:
+            return ""
+        pairs = list(zip(*self._fits, strict=False))
+        if any(abs(a - b) > 1e-6 * max(1.0, abs(a)) for one, two in pairs for a, b in zip(one, two, strict=True)):
+            return ""
+        factor, more = self._fits[0][0]
+        return f"{factor:.4g} times those of one process and {more:.4g} more, in the first column of rank 0"
 
     def take_batch(self, source: object, batch: Any, rows: int | None) -> Any:
         """The ranks' in place of it; where they read none any more, itself."""
@@ -165,6 +182,9 @@ class RowReplay:
             if number >= len(batches) or index >= len(batches[number]):
                 return batch
             found.append(batches[number][index])
+        if number == 0 and place < 2 and len(found) > 1 and not self.reason:
+            fit = fit_parts(batch, [self._store.get(kept) for kept, _ in found])
+            self._fits.append(fit)
         return self._give(batch, [kept for kept, _ in found], [count for _, count in found])
 
     def take_inputs(self, window: int, given: Any) -> Any:
@@ -176,7 +196,11 @@ class RowReplay:
             return given
         kept = [one.forwards[place] for one in windows]
         self._counts[window] = [None] * len(kept) if len(kept) == 1 else [_rows_of(one) for one in kept]
-        return self._give(given, kept, self._counts[window])
+        result = self._give(given, kept, self._counts[window])
+        if window == place == 0 and len(self._ranks) == 1:
+            here, there = (next((t for t in tree_leaves(one) if _has_rows(t)), None) for one in (given, result))
+            self._rows_here = None if here is None or there is None else find_rows(here, there)
+        return result
 
     def take_beside(self, window: int, number: int, tensor: Tensor) -> Tensor:
         """The same of a tensor that goes past the model.
@@ -197,6 +221,14 @@ class RowReplay:
                 )
             return tensor
         result: Tensor = self._give(tensor, kept, self._counts.get(window, [None] * len(kept)))
+        here = self._rows_here if window == 0 else None
+        if (
+            here
+            and len(result) == len(here)
+            and len(tensor) > max(here)
+            and (said := describe_fit(tensor[here], result))
+        ):
+            self.beside.append(f"a tensor of shape {tuple(result.shape)} is {said}")
         return result
 
     def keep_beside(self, window: int, number: int, tensor: Tensor) -> None:
@@ -249,6 +281,10 @@ def _rows_of(kept: Any) -> int | None:
     found: list[StoredTensor] = []
     map_leaves(kept, lambda leaf: found.append(leaf) if isinstance(leaf, StoredTensor) and leaf.shape else None)
     return found[0].shape[0] if found else None
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _digest_of(kept: Any) -> str:

@@ -11,20 +11,24 @@ from numpy.typing import NDArray
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
-from unisono.proof.scripts.replay.reading import read_epochs
+from unisono.proof.scripts.replay.reading import read_epochs, read_reading
 from unisono.runtime.fault_names import FaultName
 
 ROWS = "many processes read what one reads"
 PER_DEVICE = "the size of a batch is per process"
 
 
-def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tuple[ComparedQuantity, Diagnosis | None]:
+def judge_reading(
+    mine: ScriptTrace, reference: ScriptTrace, reason: str, own_numbers: bool = False, scaled: str = ""
+) -> tuple[ComparedQuantity, Diagnosis | None]:
     """The answer for runs whose rows differ: PASS with what is no fault, FAIL, or ABSTAIN.
 
     Args:
         mine: of several processes.
         reference: of one, on its own rows.
         reason: why these are others.
+        own_numbers: whether ranks number the rows of data sets of their own.
+        scaled: in words, how the rows of the ranks are those of one process, scaled; empty if they are not.
     """
     ranks = range(len(mine.ranks[0]))
     epochs = [read_epochs(mine.folder, rank) for rank in ranks]
@@ -36,6 +40,8 @@ def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tup
     for number, one in enumerate(read_epochs(reference.folder, 0)):
         each = [rows[number] for rows in epochs if number < len(rows)]
         if not len(one) or len(each) < len(epochs) or not all(map(len, each)):
+            continue
+        if own_numbers and not all(_is_part(mine, rank, number) for rank in ranks):
             continue
         likely, said = describe_epoch(each, one, update)
         if likely is not None:
@@ -55,7 +61,17 @@ def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tup
     if _draw_by_rank(mine):
         said = "every process draws for itself what it reads, by a generator that has another state on each"
         return ComparedQuantity(ROWS, "PASS", why=f"{said}, so that is not compared"), None
+    if scaled:
+        said = f"the ranks' rows are those of one process, scaled (by statistics of a rank's part of them?): {scaled}"
+        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
+        return failed, build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said)
     return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
+
+
+def _is_part(trace: ScriptTrace, rank: int, number: int) -> bool:
+    """Whether a data set of a rank is a part of another, by whose numbers its rows are known."""
+    reading = read_reading(trace.folder, rank)
+    return reading is not None and reading.parts[number : number + 1] == [True]
 
 
 def _inputs_by_number(trace: ScriptTrace) -> dict[int, str]:
