@@ -207,10 +207,6 @@ def test_an_optimizer_in_8_bits_is_refused_with_why(name: str) -> None:
     assert "There is no AdamW in 8 bits: its scales belong to blocks of what a process" in refusal(f"optim={name}")
 
 
-def test_a_schedule_that_falls_on_a_plateau_is_refused_with_why() -> None:
-    assert "There is none that falls on a plateau: its value would depend" in refusal("schedules=reduce_lr_on_plateau")
-
-
 @pytest.mark.parametrize("word", ["train.steps:3", "=3", "+=3", "=", "canary5f0c9d1e7a", "task.canary5f0c9d1e7a"])
 def test_a_word_that_is_no_override_is_refused_and_not_repeated_if_it_may_be_a_password(word: str):
     assert refusal(word) == "one of the words is not an override: write key=value or group=choice"

@@ -65,7 +65,7 @@ MATHEMATICS = keys("""
     ema.decay=0.5 ema.start=3 ema.every=3 ema.warmup=false ema.exclude=['*.bias']
     optim.kind=sgd optim.lr=1 optim.weight_decay=0.5 optim.decay_all=true optim.groups=[{match:'*.bias',lr_scale:2}]
     optim.skip_spikes.history=3 optim.skip_spikes.sigma=3 optim.skip_spikes.of=[loss] optim.skip_spikes.in_a_row=3
-    optim.betas=[0.5,0.5] optim.eps=1e-4
+    optim.betas=[0.5,0.5] optim.eps=1e-4 optim.moments=moments.safetensors
     schedules.lr.kind=linear schedules.lr.warmup=0.2 schedules.lr.start=0.2 schedules.lr.floor=0.2
     schedules.lr.steps=5 schedules.depth.kind=linear schedules.depth.peak=3 schedules.depth.warmup=0.3
     schedules.depth.start=0.3 schedules.depth.floor=0.3 schedules.depth.steps=3 schedules.depth.decay=0.3

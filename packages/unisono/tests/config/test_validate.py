@@ -238,7 +238,7 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
             "Plain", "schedules.temperature.peak=3",
             [
                 "'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt, "
-                "exponential, restarts"
+                "exponential, restarts, plateau"
             ],
         ),
         ("Plain", "task.width=3", ["'task.width': only even numbers here, got 3 (…)"]),

@@ -335,11 +335,11 @@ class WithoutHeldOut(TransformerTask):
 
 def test_early_stopping_without_held_out_rows_is_refused_by_a_check_and_by_a_start(tmp_path: Path) -> None:
     how = config(4, eval={"every": 1, "patience": 2})
-    with pytest.raises(ConfigError, match=r"^eval\.patience would never stop .*, since the task holds out no rows"):
+    with pytest.raises(ConfigError, match=r"^eval\.patience has nothing to look at, since the task holds out no rows"):
         preflight(WithoutHeldOut(), how)
     assert preflight(TransformerTask(), how).facts["held_out"] > 0
     callback = stopping()
-    with pytest.raises(ConfigError, match=r"EarlyStopping would never stop the run, .* define held_out\(\)"):
+    with pytest.raises(ConfigError, match=r"EarlyStopping has nothing to look at, .* define held_out\(\)"):
         callback.on_start(RunInfo(tmp_path, how, 0, 4))
     callback.on_start(RunInfo(tmp_path, config(4, eval={"every": 1, "harness": ["of the task"]}), 0, 4))
 

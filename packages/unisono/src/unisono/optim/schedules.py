@@ -1,13 +1,13 @@
 """Schedules: pure functions from the step to a factor between the floor and one.
 
 The value at a step does not depend on the run's history, so resuming needs only the step, and no process can
-advance a schedule too often.
+advance a schedule too often. The exception is a plateau, of which a callback counts how often it has fallen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from unisono.config.schema.run import RunConfig
 from unisono.config.schema.schedules import (
@@ -16,6 +16,7 @@ from unisono.config.schema.schedules import (
     Exponential,
     InverseSqrt,
     Linear,
+    Plateau,
     Restarts,
     ScheduleGroup,
     Wsd,
@@ -23,8 +24,10 @@ from unisono.config.schema.schedules import (
 from unisono.runtime.errors import ConfigError
 
 
-def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
+def schedule_factor(schedule: ScheduleGroup, step: int, total: int, falls: int = 0) -> float:
     """The factor at `step` of `total`: warm-up from `start`, then the shape of the kind, never below `floor`.
+
+    A plateau has fallen `falls` times.
 
     The first update has `1/warmup` of the peak (if `start` is 0), and the last update of the warm-up reaches the peak,
     so no update is wasted at zero. For the same reason, the last update of a decay is one step before the floor.
@@ -37,6 +40,8 @@ def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
     warmup = _steps(schedule.warmup, total)
     if step < warmup:
         return schedule.start + (1.0 - schedule.start) * (step + 1) / warmup
+    if isinstance(schedule, Plateau):
+        return max(schedule.floor, float(schedule.factor**falls))
     if isinstance(schedule, Exponential):
         return float(schedule.floor ** _exponent(schedule, step, warmup, total))
     return max(schedule.floor, schedule.floor + (1.0 - schedule.floor) * _shape(schedule, step, warmup, total))
@@ -142,16 +147,21 @@ def _points(schedule: ScheduleGroup, total: int) -> list[tuple[int, int]]:
 
 
 class ScheduledScalars:
-    """All scheduled values of a step: `lr` and `clip_norm`, and whatever else `schedules` names."""
+    """All scheduled values of a step: `lr` and `clip_norm`, and whatever else `schedules` names.
+
+    Attributes:
+        falls: how often a learning rate has fallen on a plateau.
+    """
 
     def __init__(self, config: RunConfig, total: int) -> None:
         check(config.schedules, total)
         self._config, self._total = config, total
         optim, clip_norm = config.optim, config.train.clip_norm
+        self.falls: Callable[[], int] = lambda: 0
         self._peaks = {"lr": optim.lr, "weight_decay": optim.weight_decay, "clip_norm": clip_norm}
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The values by name; a pure function of the step."""
+        """The values by name; a pure function of the step and of `falls`."""
         values = {name: peak for name in ("lr", "clip_norm") if (peak := self._peaks[name]) is not None}
         return values | {name: self._value(name, step) for name in self._config.schedules}
 
@@ -159,7 +169,7 @@ class ScheduledScalars:
         schedule = self._config.schedules[name]
         peak = self._peaks.get(name, schedule.peak)
         assert peak is not None
-        return peak * schedule_factor(schedule, step, self._total)
+        return peak * schedule_factor(schedule, step, self._total, self.falls())
 
     def step_programs(self, names: Sequence[str]) -> dict[str, str]:
         """How often a step is compiled whose program depends on scheduled values, as a fact to report; {} for once.

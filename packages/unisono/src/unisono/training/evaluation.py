@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 from unisono.config.schema.run import RunConfig
+from unisono.config.schema.schedules import Plateau
 from unisono.evaluation.benchmarks import EvaluationInterruptedError
 from unisono.evaluation.best import Best, require_metric
 from unisono.observe import events
@@ -27,6 +28,7 @@ class Evaluation:
 
     def __init__(self, config: RunConfig, parts: TrainingParts, communicator: Communicator, best: Best) -> None:
         self._settings, self._checkpoint, self._parts = config.eval, config.checkpoint, parts
+        self._plateau = config.schedules.get("lr")
         self._communicator = communicator
         self.values: dict[str, float] = {}
         self.step: int | None = None
@@ -34,12 +36,14 @@ class Evaluation:
         self.best = best
 
     def check_metric(self, first: int) -> None:
-        """Reject an unknown metric in `checkpoint.keep_best` or `eval.patience`; `first` updates have been made."""
+        """Reject an unknown metric in `checkpoint.keep_best`, `eval` or a plateau; `first` updates have been made."""
         best, held_out, asked = self._checkpoint.keep_best, self._parts.held_out, dict[str, str]()
         if best is not None:
             asked["checkpoint.keep_best.metric"] = best.metric
         if self._settings.patience is not None and self._parts.can_evaluate:  # else it is refused as such
             asked["eval.metric"] = self._settings.metric
+        if isinstance(self._plateau, Plateau) and self._parts.can_evaluate:
+            asked["schedules.lr.metric"] = self._plateau.metric
         prefixes = self._parts.benchmark_prefixes  # their values are known once they have run
         asked = {key: metric for key, metric in asked.items() if not metric.startswith(prefixes)}
         if asked:

@@ -33,6 +33,7 @@ from unisono.supervise.hangs.shape_tracking import ShapeTracker
 from unisono.supervise.step_sync import AS_REQUESTED, STOP_AFTER, Decision, RankRequests, StepSync
 from unisono.task import Task
 from unisono.training.callbacks.dispatch import Callbacks
+from unisono.training.callbacks.plateau import FallOnPlateau
 from unisono.training.evaluation import Evaluation
 from unisono.training.parts import TrainingParts
 from unisono.training.saving import Saving
@@ -123,6 +124,9 @@ class Training:
         self._task, self._run, self._process, self._communicator = task, run, process, communicator
         self._user_callbacks, self.stopped = callbacks, ""
         self._parts = TrainingParts(task, run, process, communicator)
+        for one in callbacks:
+            if isinstance(one, FallOnPlateau):
+                self._parts.scalars.falls = one.count
         self._total = self._parts.plan.steps
         self._last_step = min(self._total, run.config.run.stop_after or self._total)
         self._sync = StepSync(

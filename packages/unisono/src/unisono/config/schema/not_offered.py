@@ -7,24 +7,17 @@ _EIGHT_BITS = (
     "shards would be another optimizer. optim=lion, optim=adafactor, adapter=lora and layout.offload=true save "
     "memory on any layout"
 )
-_PLATEAU = (
-    "There is none that falls on a plateau: its value would depend on what evaluations came to, which every layout "
-    "rounds differently, and not on the step alone. eval.patience=3 saves and ends a run that no longer improves; "
-    "resume it with a smaller rate by optim.lr=… run.allow_change=[optim.lr] and more patience"
-)
 
 
 def why_not_offered(key: str, name: object) -> str:
     """Why a group of settings has no choice of this name, to follow those that it has; empty if nothing is known.
 
     Args:
-        key: of the group, or of a setting in it, e.g. `schedules.lr`.
+        key: of the group, or of a setting in it, e.g. `optim.kind`.
         name: that was given.
 
     >>> why_not_offered("optim", "paged_adamw_8bit")[:40]
     '. There is no AdamW in 8 bits: its scale'
     """
     group, plain = key.split(".")[0], str(name).lower().replace("_", "").replace("-", "")
-    known = {"optim": ("8bit", _EIGHT_BITS), "schedules": ("plateau", _PLATEAU)}
-    part, why = known.get(group, ("", ""))
-    return f". {why}" if part and part in plain else ""
+    return f". {_EIGHT_BITS}" if group == "optim" and "8bit" in plain else ""

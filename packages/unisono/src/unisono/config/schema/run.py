@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model
 from unisono.config.schema import NonNegative, Only, Positive, Settings, foreign_settings, store_options
 from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Muon, Optimizer
-from unisono.config.schema.schedules import Schedule
+from unisono.config.schema.schedules import Plateau, Schedule
 
 # Keys that every event may have; metrics and scheduled scalars are stored next to them under their own names.
 EVENT_NAMES = frozenset({
@@ -402,6 +402,8 @@ class RunConfig(Settings):
             "clip_norm": ("train.clip_norm", self.train.clip_norm),
         }
         for name, schedule in self.schedules.items():
+            if isinstance(schedule, Plateau) and name != "lr":
+                raise ValueError(f"schedules.{name}: only lr can fall on a plateau; choose another kind")
             if name not in peaks:
                 if name in EVENT_NAMES:
                     raise ValueError(f"schedules.{name}: events use the name '{name}'; choose another")
@@ -413,6 +415,10 @@ class RunConfig(Settings):
                 raise ValueError(f"schedules.{name}.peak={schedule.peak} would contradict {key}={peak}; leave it null")
             if peak is None:
                 raise ValueError(f"schedules.{name} scales {key}, which is not set; give {key} its largest value")
+            if isinstance(schedule, Plateau) and self.eval.every is None:
+                raise ValueError(
+                    f"schedules.{name}=plateau needs evaluations, but eval.every is null; set it, e.g. eval.every=100"
+                )
         return self
 
 

@@ -10,7 +10,7 @@ from unisono.config.schema import Fraction, NonNegative, Positive, Settings
 
 
 class ScheduleGroup(Settings):
-    """What all schedules have. A value is `peak` times a factor that is a pure function of the step."""
+    """What all schedules have. A value is `peak` times a factor, which but for a plateau is a function of the step."""
 
     peak: float | None = Field(
         None,
@@ -78,6 +78,17 @@ class Restarts(ScheduleGroup):
     multiply: Annotated[float, Field(ge=1.0)] = Field(1.0, description="each period is this many times the one before")
 
 
+class Plateau(ScheduleGroup):
+    """Warm-up, then constant until evaluations no longer improve, and smaller by a factor each time they do not."""
+
+    kind: Literal["plateau"]
+    metric: str = Field("loss", min_length=1, description="of the evaluations, as events name it")
+    mode: Literal["min", "max"] = Field("min", description="whether less or more is better")
+    patience: PositiveInt = Field(3, description="evaluations without an improvement after which it falls")
+    min_delta: NonNegative = Field(1e-4, description="a smaller change is no improvement; above what rounding is")
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="what it falls by, down to the floor")
+
+
 Schedule = Annotated[
-    Constant | Linear | Cosine | Wsd | InverseSqrt | Exponential | Restarts, Field(discriminator="kind")
+    Constant | Linear | Cosine | Wsd | InverseSqrt | Exponential | Restarts | Plateau, Field(discriminator="kind")
 ]

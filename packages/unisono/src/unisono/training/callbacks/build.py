@@ -14,13 +14,14 @@ from unisono.protocols import Illustrated
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.task import Task
 from unisono.training.callbacks.early_stopping import Patience
+from unisono.training.callbacks.plateau import FallOnPlateau
 from unisono.training.callbacks.task_samples import TaskSamples
 
 BUILT_IN = {"early_stopping": "unisono.training.callbacks.early_stopping:EarlyStopping"}
 
 
 def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
-    """The callbacks that the configuration names, those of the task, and that of `eval.patience`.
+    """The callbacks that the configuration names, those of the task, and those of `eval.patience` and of a plateau.
 
     Raises:
         ConfigError: naming the entry and its fault.
@@ -34,6 +35,7 @@ def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
         *own,
         *([TaskSamples(task)] if isinstance(task, Illustrated) else []),
         *Patience.from_config(config),
+        *FallOnPlateau.from_config(config),
     ]
 
 

@@ -42,13 +42,14 @@ class EarlyStopping(Callback):
     def check(self, config: RunConfig) -> None:
         """Reject a run without evaluations during training."""
         if config.eval.every is None:
-            raise ConfigError("EarlyStopping needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
+            name = self.title or type(self).__name__
+            raise ConfigError(f"{name} needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
 
     def refuse_no_rows(self, held_out: int, config: RunConfig) -> None:
         """Reject a run that has nothing to evaluate: neither held-out rows nor benchmarks."""
         if not held_out and not config.eval.has_benchmarks:
             raise ConfigError(
-                f"{self.title or type(self).__name__} would never stop the run, since the task holds out no rows; "
+                f"{self.title or type(self).__name__} has nothing to look at, since the task holds out no rows; "
                 "define held_out() (a recipe has a setting for it), or leave it out"
             )
 
