@@ -82,6 +82,22 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, act: Callable[[Path], Any]) -
     assert isinstance(found, UnisonoError | OSError | ValueError) or not found
 
 
+def test_a_pipe_among_files_of_data_is_not_passed_over(tmp_path: Path) -> None:
+    """Its rows were missing without a word; a folder that is named like a file is a folder."""
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    (tmp_path / "b.csv").mkdir()
+    (tmp_path / "b.csv" / "c.csv").write_text("x\n2\n")
+    assert [row["x"] for row in open_source(tmp_path)] == [1, 2]
+    pipe(tmp_path / "d.csv")
+    found = ends(lambda: open_source(tmp_path))
+    assert isinstance(found, UnisonoError) and "d.csv is a pipe" in str(found)
+
+
+def test_a_name_that_no_file_can_have_is_a_sentence() -> None:
+    with pytest.raises(DataError, match="x… cannot be looked for: File name too long"):
+        open_source("x" * 5000)
+
+
 def test_a_pipe_in_the_cache_is_computed_anew(tmp_path: Path) -> None:
     rows = np.arange(3.0)
     assert compute_array_once("rows", 1, lambda: rows, cache=tmp_path).tolist() == rows.tolist()

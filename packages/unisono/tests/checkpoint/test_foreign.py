@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unisono
-from unisono.checkpoint.exchange import pickle_process
+from unisono.checkpoint.exchange import pickle_import, pickle_process
 from unisono.checkpoint.exchange.pickle_process import _RefusedError, _tensors
 from unisono.cli import main
 from unisono.runtime.errors import RunError
@@ -69,7 +69,7 @@ def test_a_library_that_looks_for_another_when_it_is_imported_finds_none(tmp_pat
     (tmp_path / "weights.pt").write_bytes(b"")
     code = f"""
 import ctypes.util
-from unisono.checkpoint.exchange import pickle_process
+from unisono.checkpoint.exchange import pickle_import, pickle_process
 pickle_process.limit_resources([{str(tmp_path / "weights.pt")!r}], 1 << 20, 60)
 pickle_process.do_without_helpers()
 print(ctypes.util.find_library("dl"))
@@ -186,6 +186,34 @@ def test_the_process_that_reads_has_no_network(way: str, told: str) -> None:
         pytest.skip("the kernel gives no network of its own here")
     assert (done.returncode != 0) == bool(told)
     assert told in done.stderr
+
+
+LIMITS = """
+import json, resource, sys
+from unisono.checkpoint.exchange.pickle_process import limit_resources
+limit_resources([sys.executable], 1 << 20, 60)
+names = ("AS", "FSIZE", "CORE", "NPROC", "CPU")
+print(json.dumps({name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}")) for name in names}))
+"""
+
+
+def test_the_process_that_reads_is_limited_and_knows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = str(Path(unisono.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITS], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": source},
+        timeout=60, check=True,
+    )  # fmt: skip
+    limits = {name: tuple(both) for name, both in json.loads(done.stdout).items()}
+    assert limits["CORE"] == limits["NPROC"] == (0, 0) and limits["CPU"] == (60, 65)
+    assert limits["FSIZE"][0] == limits["FSIZE"][1] == (1 << 20) + (64 << 20)
+    assert 0 < limits["AS"][0] == limits["AS"][1] < 1 << 40
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("MY_PASSWORD", "secret")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **how: given.update(how))
+    (tmp_path / "a.pt").write_bytes(b"1")
+    with (tmp_path / "a.pt").open("rb") as pickle, (tmp_path / "b").open("wb") as made:
+        pickle_import._run(pickle, None, None, made, tmp_path)
+    assert "PATH" in given["env"] and "secret" not in str(given)
 
 
 # refused before anything is read --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from unisono.data.sources.storage import TAG, File, wrap_read_errors
 from unisono.runtime.code.entry_points import find_entry_points
-from unisono.runtime.errors import DataError
+from unisono.runtime.errors import DataError, UnisonoError
 from unisono.runtime.remote import RemoteOptions, ask_remote, error_text, is_remote
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
@@ -165,7 +165,7 @@ class _LocalPlace:
             for found in (path, *chosen):  # a link that were passed over would be rows silently missing
                 safe_paths.check_link(self._below, found.relative_to(self._below))
         for file in chosen:
-            if not file.is_file():
+            if file.is_dir():  # a pipe is refused where it is opened: passed over, it would be rows silently missing
                 continue
             status = file.stat()
             yield _Entry(str(file), PurePosixPath(file.relative_to(root)), status.st_size, str(status.st_mtime_ns))
@@ -236,6 +236,10 @@ def _expand_places(paths: Sequence[str], where: RemoteOptions, key: str) -> Iter
             raise DataError(f"{key}: {path} {matching}") from error
         except PermissionError as error:
             raise DataError(f"{key}: {path} may not be read: {error_text(error)}") from error
+        except OSError as error:  # e.g. a name that is too long
+            if isinstance(error, UnisonoError):
+                raise
+            raise DataError(f"{key}: {one_line(path)} cannot be looked for: {error.strerror}") from error
 
 
 def _glob_paths(path: str) -> list[Path]:
