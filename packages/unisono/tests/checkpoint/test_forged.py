@@ -72,17 +72,22 @@ def forge(path: Path, change: Callable[[dict[str, Any]], None], header: Callable
     file.write_bytes(manifest.encode(content))
 
 
-def test_a_manifest_whose_pieces_overlap_is_refused(tmp_path: Path) -> None:
-    """The elements that no piece has were read from this process's memory, and exported."""
+def take_more(array: dict[str, Any]) -> None:
+    array["shape"] = [4, 3]
+
+
+def take_the_first_row_twice(array: dict[str, Any]) -> None:
+    (piece,) = array["pieces"]
+    half = {**piece, "shape": [1, 3], "bytes": piece["bytes"] // 2}
+    array["pieces"] = [half, {**half, "at": piece["at"] + half["bytes"]}]
+
+
+@pytest.mark.parametrize("change", [take_more, take_the_first_row_twice])
+def test_a_manifest_whose_pieces_overlap_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The elements that no piece has were read from this process's memory, and exported; each byte has its piece."""
     path = save(tmp_path, 4)
-
-    def twice(content: dict[str, Any]) -> None:
-        array = content["arrays"]["model/weight"]
-        array["shape"] = [4, 3]
-        array["pieces"].append({**array["pieces"][0], "at": array["pieces"][0]["at"]})
-
-    with pytest.raises(CheckpointError, match=r"overlap or leave elements out|belong to no array"):
-        forge(path, twice)
+    forge(path, lambda content: change(content["arrays"]["model/weight"]))
+    with pytest.raises(CheckpointError, match="the pieces of 'model/weight' overlap or leave elements out"):
         commit.open_checkpoint(path)
 
 

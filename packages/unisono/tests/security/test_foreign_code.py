@@ -298,6 +298,14 @@ def test_a_setting_takes_no_method_s_place(tmp_path: Path) -> None:
         hf_config.read_config(_foreign(tmp_path / "model", save_pretrained="x"))
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_local_experts"])
+def test_a_model_of_a_million_parts_is_refused_before_it_is_built(tmp_path: Path, name: str) -> None:
+    """A `config.json` of 200 bytes took minutes, and gigabytes for modules without content."""
+    pytest.importorskip("transformers")
+    with pytest.raises(UnisonoError, match=f"{name}=1000000 is more than any model has"):
+        hf_config.read_config(_foreign(tmp_path / "model", **{name: 10**6}))
+
+
 def test_what_is_copied_for_others_names_no_code_either(tmp_path: Path) -> None:
     folder = _foreign(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}, "a": 1}))

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import is_remote, remote_options, stream_remote
 from unisono.runtime.text import one_line
@@ -77,7 +78,7 @@ class Archives(RecordingTable):
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
         path, name, members = self._rows[row]
-        *_, audio = (part for ending, part in members.items() if _is_audio(ending))
+        (audio,) = (part for ending, part in members.items() if _is_audio(ending))
         labels = dict.fromkeys(self.columns) | self._labels(row)
         return {**labels, "audio": self._part(path, audio), "name": f"{path}, {name}"}
 
@@ -109,6 +110,7 @@ class Archives(RecordingTable):
         rows: dict[str, dict[str, tuple[int, int]]] = {}
         try:
             with (
+                wrap_native_errors(f"{path} cannot be read as a tar archive"),  # a header that lies is any error
                 stream_remote(path, self._where) if is_remote(path) else safe_paths.open_regular(path) as file,
                 tarfile.open(fileobj=file, mode="r:") as archive,
             ):
@@ -116,19 +118,31 @@ class Archives(RecordingTable):
                     archive.members = []  # type: ignore[attr-defined]  # it would hold all of them
                     if member.size < 0:  # Python 3.11's reader would go back, and read the same member for ever
                         raise DataError(f"{path}: {one_line(member.name)} has {member.size} bytes; copy it again")
+                    if member.islnk() or member.issym() or member.issparse():
+                        what = "has holes" if member.issparse() else "is a link"
+                        raise DataError(
+                            f"{path}: {one_line(member.name)} {what}, so the archive does not hold its bytes; write it "
+                            "again with `tar --dereference --hard-dereference`, and without --sparse"
+                        )
                     if not member.isfile():
                         continue
                     folder, _, base = member.name.rpartition("/")
                     name, _, ending = base.partition(".")
                     if name and ending:
-                        whole = f"{folder}/{name}" if folder else name
-                        rows.setdefault(whole, {})[ending.lower()] = member.offset_data, member.size
+                        parts = rows.setdefault(f"{folder}/{name}" if folder else name, {})
+                        ending = ending.lower()
+                        if ending in parts or (_is_audio(ending) and any(map(_is_audio, parts))):
+                            raise DataError(
+                                f"{path} has {'two recordings' if _is_audio(ending) else 'two files'} for one row, the "
+                                f"second in {one_line(member.name)}; write it again with one, or under another name"
+                            )
+                        parts[ending] = member.offset_data, member.size
                         if member.offset_data + member.size > file.seek(0, 2):
                             raise DataError(f"{path} is cut off in {member.name}; copy it again")
-        except FileNotFoundError as error:
-            raise DataError(f"{self._key}: {path} does not exist") from error
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise DataError(f"{path} cannot be read as a tar archive: {error}") from error
+        except DataError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise DataError(f"{self._key}: {path} does not exist") from error.__cause__
+            raise
         return [(path, name, members) for name, members in rows.items() if any(map(_is_audio, members))]
 
 

@@ -187,6 +187,8 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
     with safe_paths.open_text(place, "utf-8-sig", "") as file:
         try:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            if len(names := reader.fieldnames or []) != len(set(names)):
+                raise DataError(f"{place} has two columns '{max(names, key=list(names).count)}'; rename one")
             rows: list[dict[str, Any]] = []
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
@@ -200,6 +202,8 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
     for name in list(rows[0]) if rows else []:  # columns of numbers and empty values become numeric
         for kind in (int, float):
             try:
+                if any("_" in row[name] for row in rows):  # Python alone takes `1_000` for a number
+                    break
                 values = [kind(row[name]) if row[name] != "" else None for row in rows]
             except ValueError:
                 continue
@@ -224,10 +228,10 @@ def _read_json(place: Path) -> list[dict[str, Any]]:
 
 def _read_json_lines(place: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(safe_paths.read_regular(place).decode("utf-8").splitlines()):
+    for number, line in enumerate(safe_paths.read_regular(place).split(b"\n")):  # others may stand in a text
         if line.strip():
             try:
-                rows.append(safe_paths.parse_json(line, Any))
+                rows.append(safe_paths.parse_json(line.decode("utf-8-sig"), Any))
             except ValueError as error:
                 raise DataError(f"{place}, line {number + 1} cannot be read as JSON: {error}") from error
     return _check_records(place, rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -27,6 +28,8 @@ from unisono.runtime.untrusted.shapes import Object
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
 LARGEST = 4 << 20  # bytes of such a file
+_COUNT = re.compile(r"(?:^|_)(?:n|num)_\w*(?:layers?|experts)$")  # settings for each of which modules are built
+_MOST_PARTS = 10_000
 # What leads to code of others, or to files and classes that the settings choose instead of the caller.
 _CODE_KEYS = frozenset({
     "auto_map", "custom_pipelines", "custom_generate", "attn_implementation", "experts_implementation",
@@ -73,6 +76,8 @@ def read_config(folder: Path) -> Any:
             f"{folder / CONFIG}: the installed transformers has no architecture model_type='{one_line(kind)}'"
         )
     made = CONFIG_MAPPING[kind]
+    if large := [name for name, value in values.items() if _COUNT.search(name) and _is_huge(value)]:
+        raise CheckpointError(f"{folder / CONFIG}: {large[0]}={values[large[0]]} is more than any model has")
     hidden = [name for name in values if callable(getattr(made, name, None))]  # a value in place of a method
     if hidden:
         raise CheckpointError(f"{folder / CONFIG}: {kind} has no setting '{one_line(hidden[0])}'")
@@ -81,6 +86,10 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
     config._name_or_path = str(folder)
     return config
+
+
+def _is_huge(value: Any) -> bool:
+    return isinstance(value, int) and value > _MOST_PARTS
 
 
 def open_folder(folder: Path, key: str) -> Any:
