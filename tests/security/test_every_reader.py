@@ -104,7 +104,7 @@ OWN_RECORDS = {  # who has written what they parse by themselves
 }  # fmt: skip
 
 
-_PARSERS = (("json", "loads"), ("json", "load"), ("safe_paths", "decode_json"))
+_PARSERS = (("json", "loads"), ("json", "load"), ("json", "JSONDecoder"), ("safe_paths", "decode_json"))
 
 
 class _Outside(list[ast.Call]):

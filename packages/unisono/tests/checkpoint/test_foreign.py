@@ -212,7 +212,7 @@ def test_the_process_that_reads_is_limited_and_knows_no_secret(tmp_path: Path, m
     monkeypatch.setattr(subprocess, "run", lambda *_, **how: given.update(how))
     (tmp_path / "a.pt").write_bytes(b"1")
     with (tmp_path / "a.pt").open("rb") as pickle, (tmp_path / "b").open("wb") as made:
-        pickle_import._run(pickle, None, None, made, tmp_path)
+        pickle_import._run(pickle, None, {}, made, tmp_path)
     assert "PATH" in given["env"] and "secret" not in str(given)
 
 

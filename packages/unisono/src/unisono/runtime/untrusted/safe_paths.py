@@ -255,13 +255,19 @@ def parse_json(content: bytes | str, shape: Any) -> Any:
 def decode_json(content: bytes | str) -> Any:
     """Parse JSON that means the same to every reader: no key twice in an object, no number beyond a float's range.
 
-    Python's parser takes the last of two values and makes infinity of `1e400`. `NaN` and `Infinity` stay what they are.
+    Python's parser takes the last of two values and makes infinity of `1e400`. `NaN` and `Infinity` stay what they are,
+    and so does infinity written with 309 digits before a point.
 
     Raises:
         ValueError: For these, and for anything else that makes Python's parser fail.
         RecursionError: If it is nested too deeply.
     """
-    return json.loads(content, object_pairs_hook=_object_of, parse_float=_finite)
+    if isinstance(content, bytes):
+        content = content.decode(json.detect_encoding(content), "surrogatepass")
+    if content.startswith("\ufeff"):  # as `json.loads`, which builds a decoder for every call
+        raise ValueError("it begins with a byte order mark")
+    exponents = "e" in content or "E" in content  # without one there is nothing to look at
+    return (_FINITE_DECODER if exponents else _DECODER).decode(content)
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -276,6 +282,10 @@ def _finite(text: str) -> float:
     if number - number:  # NaN of infinity, and true
         raise ValueError(f"the number {one_line(text, 40)} is too large for 64 bits")
     return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+_FINITE_DECODER = json.JSONDecoder(object_pairs_hook=_object_of, parse_float=_finite)
 
 
 def copy_inside(folder: Path | str, name: object, target: Path) -> None:
