@@ -58,6 +58,16 @@ def test_nothing_is_shown_without_the_token_or_under_another_name(server: serve.
     assert visit(server, f"/{server.token}/a/config.yaml")[0] == 404
 
 
+def test_a_visitor_who_leaves_prints_nothing(server: serve.ReportServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each one who reset the connection, as anyone on the host can, printed a traceback on the terminal."""
+    for error in (ConnectionResetError(104, "Connection reset by peer"), ValueError("a\nforged line")):
+        try:
+            raise error
+        except (OSError, ValueError):
+            server.handle_error(None, None)
+    assert capsys.readouterr().err == "unisono: WARNING: the page could not be made: a\\x0aforged line\n"
+
+
 def test_a_port_in_use_is_named(server: serve.ReportServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"--port {server.server_port}: Address already in use"):
         serve.ReportServer(tmp_path / "s", server.server_port)

@@ -130,3 +130,23 @@ def test_a_server_that_is_away_or_silent_is_an_error_within_the_deadline(tmp_pat
             with pytest.raises(DataError, match="no answer within 1 s"):
                 act()
             assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("name", ["alive.json", "checkpoints", "link"])
+def test_a_store_that_is_a_folder_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+    """A heartbeat was written through a link of its name, over a file of the user, and a pipe took a minute."""
+    prefix, private = tmp_path / "runs" / "a", tmp_path / "private"
+    if name == "link":
+        private.mkdir()
+        prefix.parent.mkdir()
+        prefix.symlink_to(private)
+    else:
+        prefix.mkdir(parents=True)
+        private.mkdir() if name == "checkpoints" else os.mkfifo(private)
+        (prefix / name).symlink_to(private) if name == "checkpoints" else private.rename(prefix / name)
+    store = ObjectStore(f"file://{prefix}")
+    asked = "checkpoints/a.json" if name == "checkpoints" else "alive.json"
+    for ask in (lambda: store.put(asked, b"1"), lambda: store.get(asked), lambda: store.create(asked, b"1")):
+        with pytest.raises(DataError, match=r"is a (link|pipe), and a store's objects are files in its own folder"):
+            ask()
+    assert not private.is_dir() or list(private.iterdir()) == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,7 +226,29 @@ class ObjectStore:
         return ask_remote(self.url, self.where, ask, "written")
 
     def _request(self, name: str, ask: Callable[[Any, str], T], done: str = "read") -> T:
-        return ask_remote(self.url_of(name), self.where, ask, "written" if done == "w" else done)
+        def ask_safely(system: Any, path: str) -> T:
+            _refuse_links(system, path, name)
+            return ask(system, path)
+
+        return ask_remote(self.url_of(name), self.where, ask_safely, "written" if done == "w" else done)
+
+
+def _refuse_links(system: Any, path: str, name: str) -> None:
+    """Refuse an object that is, or lies behind, a link or a pipe, in a store that is a folder which others may write.
+
+    Raises:
+        DataError: Naming it.
+    """
+    if "file" not in _protocols(system):
+        return
+    for place in (Path(path), *list(Path(path).parents)[: len(name.split("/"))]):  # up to the run's own folder
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mode = place.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise DataError(
+                    f"{place} is {safe_paths.describe_kind(mode)}, and a store's objects are files in its own folder. "
+                    "It was neither read nor written; move it away, or choose another checkpoint.upload.url"
+                )
 
 
 def _write_with_folder(system: Any, path: str, write: Callable[[], T]) -> T:
@@ -240,5 +263,8 @@ def _write_with_folder(system: Any, path: str, write: Callable[[], T]) -> T:
 
 
 def _is_flat(system: Any) -> bool:
-    protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
-    return bool(protocols & _FLAT_PROTOCOLS)
+    return bool(_protocols(system) & _FLAT_PROTOCOLS)
+
+
+def _protocols(system: Any) -> set[str]:
+    return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
