@@ -87,6 +87,15 @@ def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(of_two: Path) -
     assert "manifest.json is damaged" in _refused(of_two)
 
 
+def test_what_a_manifest_holds_is_one_of_two_words(of_two: Path) -> None:
+    """`unisono replay` quoted the word in an error, and with it the lines that it had."""
+    content = json.loads((of_two / "manifest.json").read_text())
+    del content["sha256"]
+    (of_two / "manifest.json").write_bytes(manifest.encode({**content, "holds": "weights\nunisono: forged"}))
+    said = _refused(of_two)
+    assert "is not a manifest that can be used" in said and "'holds'" in said and "forged" not in said, said
+
+
 def test_files_of_another_step_are_refused(tmp_path: Path) -> None:
     """Even if they have the same names, sizes and arrays, and even the same values."""
     same = [ArrayShard("model/weight", (3,), (0,), torch.ones(3))]

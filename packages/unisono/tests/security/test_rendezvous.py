@@ -165,6 +165,13 @@ def test_a_token_that_nobody_has_set_is_made_for_this_user_alone_and_goes_again(
     assert not list(folder.iterdir())
 
 
+def test_a_token_may_be_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was no UTF-8 was a traceback on all nodes."""
+    monkeypatch.setenv(TOKEN, os.fsdecode(b"\xff\xfe"))
+    with run_token.provide_token(tmp_path / "secret", "here") as (token, which):
+        assert token == run_token.find_token(which, tmp_path / "secret", "there") == b"\xff\xfe"
+
+
 def test_a_node_that_does_not_see_the_folder_says_so(folder: Path, tmp_path: Path) -> None:
     port = free_port()
     first = Node(0, port, folder)

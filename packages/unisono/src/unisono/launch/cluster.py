@@ -71,7 +71,7 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
 def _derive_port(name: str, environment: Mapping[str, str]) -> str:
     """Return a port that all processes of something named derive alike."""
-    number = hmac.digest(environment.get("UNISONO_TOKEN", "").encode(), name.encode(), "sha256")
+    number = hmac.digest(os.fsencode(environment.get("UNISONO_TOKEN", "")), name.encode(), "sha256")
     return str(20000 + int.from_bytes(number[:4], "big") % 12000)
 
 

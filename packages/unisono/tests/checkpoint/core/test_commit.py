@@ -247,3 +247,12 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, caplog: pytest.Log
     with mock.patch.object(shutil, "rmtree", side_effect=PermissionError(13, "Permission denied")):
         assert is_of(save(tmp_path, 4, keep=1), 4)
     assert "step-00000002 could not be removed" in caplog.text
+
+
+def test_a_link_that_leads_nowhere_is_no_checkpoint_and_in_no_one_s_way(tmp_path: Path) -> None:
+    """Every save of that step failed, with `Not a directory`."""
+    link = tmp_path / "step-00000003"
+    link.symlink_to(tmp_path / "gone")
+    saved = commit.save_checkpoint(tmp_path, commit.Snapshot(3, [], {}), SingleProcess(), 1)
+    assert saved.is_dir() and not saved.is_symlink()
+    assert (tmp_path / "damaged-step-00000003").is_symlink()
