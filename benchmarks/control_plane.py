@@ -4,7 +4,7 @@
 
 Rank 0 is a process of its own, whose processor time and bytes are counted; the others are threads of a few processes
 on this host, with the same code that real ranks run (`TcpCommunicator`, `NodeCommunicator`). Measured are the meeting
-of all ranks at rank 0, a barrier, a maximum (what JAX ranks agree on after every step), a gather, errors of one rank on
+of all ranks at rank 0, a barrier, a maximum (what JAX ranks agree on after every step), gathers, errors of one rank on
 all, the seconds until one that is gone is named on every rank, what a node's launcher sends and receives while a run
 goes on, and the processor time of a node's monitor. Seconds of the clock are those of two cores that also run all other
 ranks; processor seconds and bytes of rank 0 are what a cluster would see.
@@ -96,6 +96,7 @@ def steps(group: TcpCommunicator) -> dict[str, Callable[[], Any]]:
         "maximum": lambda: group.reduce_max([group.rank, 1, 0], "the decision of all ranks after this step"),
         "gather of unequal 60 bytes": lambda: group.gather({"rank": group.rank, "digest": "0" * 40}, "a gather"),
         "gather of equal 60 bytes": lambda: group.gather({"rank": 0, "digest": "0" * 40}, "a gather"),
+        "gather at rank 0 of 30 kB": lambda: group.gather_to_first([group.rank, "0" * 30_000], "a gather"),
         "error of one rank": all_fail,
         "dead rank named": lose,
     }

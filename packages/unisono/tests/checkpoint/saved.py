@@ -84,6 +84,10 @@ class Threads:
         self._barrier.wait()
         return everyone
 
+    def gather_to_first(self, value: Any, what: str) -> list[Any]:
+        everyone = self.gather(value, what)
+        return everyone if self.rank == 0 else []
+
     def barrier(self, what: str) -> None:
         self.gather(None, what)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -108,6 +109,31 @@ FAILURES = {
     "manifest on 0": "rank 0 could not finish the checkpoint: no space left: needs 56 B, ",
     "rename on 0": "rank 0 could not finish the checkpoint: Permission denied",
 }
+
+
+def test_what_a_rank_has_written_is_told_to_rank_0_alone(tmp_path: Path) -> None:
+    """Among a thousand ranks, a description of every array of each is more than a message to all may hold."""
+    told = dict[str, int]()
+
+    class Listening(Threads):
+        def gather(self, value: Any, what: str) -> list[Any]:
+            everyone = super().gather(value, what)
+            told[what] = len(json.dumps(everyone))
+            return everyone
+
+        def gather_to_first(self, value: Any, what: str) -> list[Any]:
+            everyone = Threads.gather(self, value, what)
+            return everyone if self.rank == 0 else []
+
+    group = Listening(3)
+
+    def write() -> Path:
+        mine = [ArrayShard(f"model/{name}", (3, 2), (group.rank, 0), torch.ones(1, 2)) for name in range(200)]
+        return commit.save_checkpoint(tmp_path, Snapshot(2, mine, STATE), group, keep=2)
+
+    (path,) = set(group.run(write))
+    assert len(commit.open_checkpoint(path).arrays) == 200
+    assert told and max(told.values()) < 300
 
 
 @pytest.mark.parametrize("failure", FAILURES)

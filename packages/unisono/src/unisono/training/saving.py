@@ -167,11 +167,14 @@ class Saving:
         self.saver.save(Snapshot(step, shards, state, self._parts.provenance, metric, holds=holds))
 
     def _collect_state(self, step: int, ledger: Ledger) -> dict[str, Json]:
-        """What a checkpoint saves besides arrays, as JSON, the same on every rank; collective."""
+        """What a checkpoint saves besides arrays, as JSON, on rank 0, which writes it; collective."""
         engine, plan, split, rank = self._parts.engine, self._parts.plan, self._run.split, self._communicator.rank
         ids = trackers.read_ids(self._run.directory)
         mine = [engine.random, plan.state(step, split.rows_of(rank)), ledger.mark(), ids]
-        randoms, plans, marks, ids_by_rank = zip(*self._communicator.gather(mine, "what every rank saves"), strict=True)
+        everyone, callbacks = self._communicator.gather_to_first(mine, "what every rank saves"), self._callback_state()
+        if rank != 0:
+            return {}
+        randoms, plans, marks, ids_by_rank = zip(*everyone, strict=True)
         before = self._resumption.saved_value("ledger")
         if before:
             kept = {name: at for name, at in before["files"].items() if name not in self._resumption.missing_files}
@@ -185,7 +188,7 @@ class Saving:
             "ledger": None if None in marks else merge_marks(before, marks),
             "best": self._evaluation.best.state(),
             "trackers": ids_by_rank[0],
-            "callbacks": self._callback_state(),
+            "callbacks": callbacks,
         }
 
     def _callback_state(self) -> dict[str, Json]:

@@ -166,6 +166,7 @@ def on_two(place: ProcessInfo, group: process_group.TorchCommunicator, folder: P
     result["values"] = group.gather(VALUES[place.rank], "values")
     result["uneven"] = group.gather(["y" * 10 * place.rank], "lists of other lengths")
     result["nothing"] = group.gather(None, "nothing")
+    result["on the first"] = group.gather_to_first(VALUES[place.rank], "values for the first")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", None)  # one reduction is all that is needed
         result["alike"] = group.gather({"fine": [True, 1.5]}, "whether all are well")
@@ -206,6 +207,7 @@ def test_every_rank_gathers_all_values_in_rank_order_and_waits_at_a_barrier(
     for rank, result in enumerate(both):
         assert result["who"] == (rank, 2, ProcessInfo(rank, 2, rank, 2, "test"))
         assert (result["values"], result["uneven"], result["nothing"]) == (VALUES, [[""], ["y" * 10]], [None, None])
+        assert result["on the first"] == ([] if rank else VALUES)
         assert result["alike"] == [{"fine": [True, 1.5, "only here"]}, {"fine": [True, 1.5]}]
     assert both[0]["barrier"]
 

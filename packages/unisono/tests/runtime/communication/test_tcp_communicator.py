@@ -68,6 +68,21 @@ def test_only_a_gather_of_unequal_values_sends_those_of_all_to_all(monkeypatch: 
     assert answers.count('{"result": [2, 7]}') == 6
 
 
+def test_what_only_rank_0_needs_is_sent_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    send = AuthenticatedLine.send_text
+
+    def record(line: AuthenticatedLine, text: str, deadline: float) -> None:
+        sent.append(text)
+        send(line, text, deadline)
+
+    monkeypatch.setattr(AuthenticatedLine, "send_text", record)
+    large = ["x" * 1000]
+    results = run(5, lambda group: group.gather_to_first([group.rank, large], "the parts"))
+    assert results == [[[rank, large] for rank in range(5)], [], [], [], []]
+    assert sum(len(text) > 1000 for text in sent) == 4, "each of the others sends its own"
+
+
 def test_values_of_a_gather_are_those_of_each_rank_to_the_type_and_nobody_shares_them() -> None:
     """1, 1.0 and true are equal in Python, and not in JSON; what one rank does to a value is not seen in another's."""
 

@@ -71,7 +71,7 @@ class Snapshot:
     Attributes:
         step: updates made.
         shards: this rank's pieces; together, all ranks hold the whole state.
-        state: JSON, the same on every rank.
+        state: JSON; used on rank 0.
         about: provenance of the run, JSON; used on rank 0.
         metric: from an evaluation of exactly this state; used on rank 0.
         parent: name of the checkpoint before; None takes the newest of an earlier step.
@@ -157,28 +157,33 @@ def save_checkpoint(
             remove_leftovers(folder)
             _refuse_to_overwrite(final)
             temporary.mkdir()
-        return [arrays.total_bytes(shards), temporary.name]
+        return [arrays.total_bytes(shards), temporary.name if leads else ""]
 
     try:
         begun = _run_on_all_ranks(group, "create a folder for the checkpoint", begin)
         total, temporary = sum(begun[each][0] for each in ranks), folder / begun[ranks[0]][1]
 
-        def pieces() -> Json:
+        mine: dict[str, Json] = {"files": {}, "arrays": {}}
+
+        def pieces() -> None:
             with _explain_full_disk(folder, total):
                 if not shards:
-                    return {"files": {}, "arrays": {}}
+                    return
                 file = temporary / f"rank-{rank:05d}.safetensors"
                 # The step makes the headers of two checkpoints differ even if nothing else does.
                 note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(rank)}
                 part = arrays.write_shards(file, shards, note)
-                return {"files": {file.name: part["file"]}, "arrays": part["arrays"]}
+                mine.update(files={file.name: part["file"]}, arrays=part["arrays"])
 
-        written = _run_on_all_ranks(group, "write its part of the checkpoint", pieces)
+        _run_on_all_ranks(group, "write its part of the checkpoint", pieces)
+        # A part describes every array: among a thousand ranks, far too much to be told to all.
+        written = group.gather_to_first(mine, "the parts of the checkpoint")
+        files = group.gather(mine["files"], "the files of the checkpoint") if parts is not None else []
 
         def send() -> None:
             assert parts is not None
             if leads:
-                parts.send(temporary, final.name, manifest.merge_manifests([written[each] for each in ranks])["files"])
+                parts.send(temporary, final.name, {name: file for each in ranks for name, file in files[each].items()})
 
         if parts is not None:
             _run_on_all_ranks(group, "upload its part of the checkpoint", send, unhurried=True)

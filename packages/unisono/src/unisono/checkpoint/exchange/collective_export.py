@@ -128,7 +128,7 @@ def check_together(folder: Path, shards: Sequence[ArrayShard], communicator: Com
     """
     own = {one.name: {"shape": list(one.shape), "dtype": host_arrays.dtype_name(one.data)} for one in shards}
     arrays: dict[str, Any] = {}
-    for part in communicator.gather(own, "the arrays of the export"):
+    for part in communicator.gather_to_first(own, "the arrays of the export"):
         arrays |= part
     share_first(communicator, lambda: export.choose_format(arrays, folder, Export()).description, "the export")
 

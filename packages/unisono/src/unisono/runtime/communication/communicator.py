@@ -98,6 +98,13 @@ class Communicator(Channel, Protocol):
         """Return once every rank has called it."""
         ...
 
+    def gather_to_first(self, value: Json, what: str) -> list[Json]:
+        """Return the value of every rank, in rank order, on rank 0, and nothing elsewhere.
+
+        For values that are large, or differ by nature: what is sent grows with the number of ranks, not its square.
+        """
+        ...
+
     def duplicate(self) -> Communicator:
         """Return a second channel of the same processes for use by other threads; messages never mix."""
         ...
@@ -116,6 +123,10 @@ class SingleProcess:
     def gather(self, value: Json, what: str) -> list[Json]:
         """Return a list with the one value."""
         return [value]
+
+    def gather_to_first(self, value: Json, what: str) -> list[Json]:
+        """Return a list with the one value."""
+        return self.gather(value, what)
 
     def barrier(self, what: str) -> None:
         """Return at once."""

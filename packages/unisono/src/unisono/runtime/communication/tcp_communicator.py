@@ -64,6 +64,12 @@ class TcpCommunicator:
         with heartbeat.phase("wait", what):
             return authenticated_line.gather(self._lines, self.rank, self.size, value, self.timeout, what, self._advice)
 
+    def gather_to_first(self, value: Json, what: str) -> list[Json]:
+        """Return the value of every rank, in rank order, on rank 0, and nothing elsewhere."""
+        everyone: list[Json] = []
+        self._reduce(value, everyone.extend, what)
+        return everyone
+
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
         self._reduce(None, lambda values: None, what)

@@ -19,6 +19,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
@@ -209,14 +210,28 @@ class TorchCommunicator:
         with translate_peer_errors(self.process, what, self.timeout):
             if self._is_same_everywhere(text):
                 return [json.loads(text) for _ in range(self.size)]
-            sizes = torch.zeros(self.size, dtype=torch.int64)
-            sizes[self.rank] = message.numel()
-            dist.all_reduce(sizes, group=self.channel)
-            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-            padded[: message.numel()] = message
+            sizes, padded = self._pad(message)
             everyone = [torch.empty_like(padded) for _ in range(self.size)]
             dist.all_gather(everyone, padded, group=self.channel)
-        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
+        return _parse(everyone, sizes)
+
+    def gather_to_first(self, value: Json, what: str) -> list[Json]:
+        """Every rank's value on rank 0, as JSON; nothing elsewhere."""
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with translate_peer_errors(self.process, what, self.timeout):
+            sizes, padded = self._pad(message)
+            everyone = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
+            dist.gather(padded, everyone, dst=0, group=self.channel)
+        return _parse(everyone or [], sizes)
+
+    def _pad(self, message: Tensor) -> tuple[list[int], Tensor]:
+        """The number of bytes of every rank's message, and this one's, as long as the longest."""
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = message.numel()
+        dist.all_reduce(sizes, group=self.channel)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: message.numel()] = message
+        return sizes.tolist(), padded
 
     def _is_same_everywhere(self, text: bytes) -> bool:
         """Whether all ranks have this text, by 126 bits of its digest, whose smallest and largest are compared."""
@@ -242,3 +257,7 @@ class TorchCommunicator:
         with translate_peer_errors(self.process, what, self.timeout):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
         return [int(number) for number in tensor]
+
+
+def _parse(messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Json]:
+    return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(messages, sizes, strict=False)]
