@@ -100,6 +100,7 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "launch.nodes": ("launch.node_rank=1", "launch.rendezvous=10.0.0.1:29400"),
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
+    "schedules.depth.start": ("schedules.depth.warmup=0.3",),
 }
 NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
     "recipe", "layout.engine", "model", "adapter", "schedules.lr.peak", "checkpoint.keep_best",

@@ -93,6 +93,24 @@ def test_values_by_source_are_the_same_on_any_world_size(alone: Any, folders: Pa
         assert found[name] == pytest.approx(value, rel=1e-12), name
 
 
+@pytest.mark.slow
+def test_patience_and_the_best_checkpoint_go_by_a_held_out_source(folders: Path, tmp_path: Path) -> None:
+    """The claim: a run ends, and keeps what it keeps, by the values of one source that is not trained on.
+
+    Its rate is so large that its loss on that source soon rises again.
+    """
+    best = {"metric": "news/loss", "count": 1}
+    settings = {"train.steps": 12, "eval.every": 1, "checkpoint.every": 1, "checkpoint.keep": 1, "optim.lr": 0.3}
+    words = {"eval.patience": 2, "eval.metric": "news/bits_per_byte", "checkpoint.keep_best": best}
+    done = run(folders, tmp_path, **settings, **words)
+    lines = (done.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = {one["step"]: one["news/loss"] for one in map(json.loads, lines) if "news/loss" in one}
+    smallest = min(losses, key=lambda step: losses[step])
+    assert len(losses) == smallest + 2 < 12, "two evaluations without an improvement"
+    kept = sorted(path.name for path in (done.folder / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{smallest:08d}", f"step-{max(losses):08d}"]
+
+
 def test_a_run_is_evaluated_on_other_data(alone: Any, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The claim: by name, and with the run's tokenizer, whatever the run was trained on."""
     named = evaluate(alone.folder, [f"data.held_out_sources={{more: {{path: {folders / 'news'}}}}}"])

@@ -6,10 +6,17 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from unisono.config.schema.optimizers import Muon, OptimizerGroup, ParameterGroup
+from unisono.config.schema.optimizers import AdamW, Muon, OptimizerGroup, ParameterGroup
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.text import join_names
+
+
+def given_moments(config: OptimizerGroup) -> Path | None:
+    """The file of moments with which a run begins, if its optimizer is AdamW, or Muon with AdamW for the rest."""
+    adam = config.rest if isinstance(config, Muon) else config
+    return adam.moments if isinstance(adam, AdamW) else None
 
 
 @dataclass(frozen=True)

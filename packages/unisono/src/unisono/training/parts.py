@@ -26,6 +26,7 @@ from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.evaluation.benchmarks import run_benchmark, run_on_weights
 from unisono.evaluation.held_out import HeldOut
+from unisono.optim.groups import given_moments
 from unisono.optim.schedules import ScheduledScalars
 from unisono.protocols import Benchmark, WeightsBenchmark, require_benchmarks, require_environments
 from unisono.runtime import heartbeat
@@ -93,7 +94,7 @@ class TrainingParts:
         self.loader.start()  # loads the first batches while the model is built
         with heartbeat.phase("setup"):
             facts = self.engine.setup(next(iter(self.loader.steps(0))), self.scalars(0))
-            given = self._run.config.optim.given_moments
+            given = given_moments(self._run.config.optim)
             if given is not None and resumption.checkpoint is None:
                 facts = replace(facts, moments=self.engine.load_moments(given))
             return facts, resumption.load(self.engine, self.plan)

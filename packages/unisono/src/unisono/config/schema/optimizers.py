@@ -60,11 +60,6 @@ class OptimizerGroup(Settings):
     )
     skip_spikes: SkipSpikes | None = Field(None, description="skip updates at spikes; null: never")
 
-    @property
-    def given_moments(self) -> Path | None:
-        """The file of moments with which a run begins, of those that have any."""
-        return None
-
 
 class AdamW(OptimizerGroup):
     """AdamW (Loshchilov & Hutter, 2019): decoupled weight decay."""
@@ -77,11 +72,6 @@ class AdamW(OptimizerGroup):
     moments: Annotated[Path | None, Only("torch", "moments of optax have other names")] = Field(
         None, description="file of moments to begin with, as `unisono import … moments=FILE` writes it; null: new ones"
     )
-
-    @property
-    def given_moments(self) -> Path | None:
-        """See `OptimizerGroup`."""
-        return self.moments
 
 
 class Sgd(OptimizerGroup):
@@ -160,11 +150,6 @@ class Muon(OptimizerGroup):
     rest: Rest = Field(
         description="for embeddings, heads, norms, biases; its lr and weight_decay are optim's unless given"
     )
-
-    @property
-    def given_moments(self) -> Path | None:
-        """See `OptimizerGroup`."""
-        return self.rest.given_moments
 
     @model_validator(mode="before")
     @classmethod

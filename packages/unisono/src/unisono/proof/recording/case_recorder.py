@@ -22,6 +22,7 @@ from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim import schedules
+from unisono.optim.groups import given_moments
 from unisono.proof import engines
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
@@ -166,7 +167,7 @@ class _CaseRun:
             facts.unrepeatable = "the first rows came out otherwise when they were read again"
         self.first_samples = samples
         known = self.engine.setup(first, self.scalars(0))
-        if given := self.config.optim.given_moments:
+        if given := given_moments(self.config.optim):
             self.engine.load_moments(given)
         facts.kernels, facts.devices = dict(known.kernels), known.devices
         if not self.case.reference:
