@@ -86,5 +86,7 @@ def test_ecam_is_a_regression_whose_ids_are_no_sequences(tmp_path: Path) -> None
     assert (facts["samples"], facts["taxa"], facts["groups"]) == (510, 2120, 30)
     assert facts["target"]["kind"] == "regression"
     assert library.sequences is None
-    with pytest.raises(DataError, match=r"ids of 2120 of 2120 taxa .* are not sequences.* set data\.fasta"):
+    with pytest.raises(
+        DataError, match=r"ids of 2120 of 2120 taxa .* not sequences.* set data\.fasta .* or model\.encoder=taxon"
+    ):
         library.dna()

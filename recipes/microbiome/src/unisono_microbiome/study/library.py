@@ -147,7 +147,8 @@ class Library:
         wrong = [name for name in self.taxa if not nucleotides.is_dna(name)]
         raise DataError(
             f"{self.config.table}: the ids of {format_share(wrong, len(self.taxa), 'taxa')} are not sequences, which "
-            "this model needs: set data.fasta (`qiime tools export` of the representative sequences)"
+            "this model needs: set data.fasta to the representative sequences (FASTA or .qza), or model.encoder=taxon, "
+            "which learns a vector per taxon without sequences"
             + ("" if len(wrong) == len(self.taxa) else ", or skip these taxa with data.leave_out=[not_dna]")
         )
 
