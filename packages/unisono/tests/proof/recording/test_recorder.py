@@ -21,7 +21,7 @@ from unisono.proof import Records, World, invariants
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts.recording import script_hooks
+from unisono.proof.scripts.recording import trained_model
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
@@ -472,7 +472,7 @@ def test_a_teacher_inside_of_a_model_is_not_trained_and_a_body_that_no_optimizer
 def test_models_are_found_in_the_order_of_their_optimizers() -> None:
     first, second = nn.Linear(3, 4), nn.Linear(4, 3)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (second, first)]
-    found = script_hooks._find_model(optimizers)
+    found = trained_model.find_model(optimizers)
     assert [tuple(p.shape) for p in found.parameters() if p.dim() == 2] == [(3, 4), (4, 3)]
 
 

@@ -23,6 +23,7 @@ from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.scripts.judging import script_rows, self_check
+from unisono.proof.scripts.judging.evaluation_rows import judge_evaluation
 from unisono.proof.scripts.judging.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
     LATE,
@@ -244,6 +245,9 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in runs.own_numbers)
             if judged.first and (other := find_other_buffers(trace, reference)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
+            evaluated, likely = judge_evaluation(trace, reference)
+            judged.invariants += [evaluated] if evaluated else []
+            judged.diagnosis = judged.diagnosis or likely
             if group.plan is not None:
                 answer_by_replay(judged, group, trace, reference, plain, judged.case in runs.own_numbers)
     name_local_statistics(verdicts, traces, reference)
@@ -344,6 +348,10 @@ def _complete(
     world = len(mine.facts.steps[0].by_rank)
     judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
     first = judged.first
+    copies = next((one for one in judged.compared if one.quantity == "EMA" and one.mark == "FAIL"), None)
+    is_open = first is not None and judged.diagnosis is not None and judged.diagnosis.is_neutral
+    if is_open and first and copies and copies is not first and 1 < copies.worst.step <= first.worst.step:
+        judged.diagnosis = diagnosis.diagnose(mine, reference, [copies], world)  # the loss may read what differs before
     step = first.worst.step if first and first.quantity == "raw gradients" else 0
     left_out = check.dropped.get(step - 1, [])
     if left_out and judged.diagnosis is not None and judged.diagnosis.is_neutral:
@@ -394,8 +402,10 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
         f"rounding to {' and '.join(trace.facts.promoted)} (computed in float64; precision=fp32 rounds)": bool(
             trace.facts.promoted
         ),
-        "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
-        "evaluations (no callback)": not trace.facts.evaluation,
+        "metrics (seen of the Trainer and Lightning alone)": not any(step.metrics for step in trace.facts.steps),
+        "evaluations (no DataLoader was read to its end without gradients)": not (
+            trace.facts.evaluation or (reading and reading.evaluated)
+        ),
         f"{other}states outside of the trained model (moving averages, teachers, buffers of a loss)": True,
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]

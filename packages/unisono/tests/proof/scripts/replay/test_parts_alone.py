@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.scripts.replay.parts_alone import Computed, explain_exchange, explain_parts, explain_process
 from unisono.runtime.fault_names import FaultName
 
@@ -46,11 +47,14 @@ def test_what_goes_past_the_model_is_named_before_the_loss() -> None:
     assert found is not None and found.fault == FaultName.LOSS_BY_PROCESS
 
 
-def test_an_exchange_is_blamed_only_where_losses_add_up() -> None:
-    found = explain_exchange(RANKS, made(2.0, 9.0, 9.0), ["all_gather in a.py, line 3"], LIMIT)
-    assert found is not None and found.fault == FaultName.CROSS_SAMPLE_GRADIENTS
-    assert "a.py, line 3" in found.because
-    assert explain_exchange(RANKS, made(2.1, 9.0, 9.0), ["all_gather"], LIMIT) is None
+def test_an_exchange_without_a_backward_pass_is_blamed_only_where_losses_add_up() -> None:
+    open_name = build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, "they differ; nothing else")
+    whole, called = made(2.0, 9.0, 9.0), ["all_reduce of torch", "all_gather in a.py, line 3"]
+    found = explain_exchange(RANKS, whole, called, open_name, LIMIT)
+    assert found.fault == FaultName.CROSS_SAMPLE_GRADIENTS
+    assert "all_gather in a.py, line 3 has no backward pass" in found.because
+    assert explain_exchange(RANKS, whole, called[:1], open_name, LIMIT) is open_name
+    assert explain_exchange(RANKS, made(2.1, 9.0, 9.0), called, open_name, LIMIT) is open_name
 
 
 def test_a_rank_whose_rows_have_another_loss_on_one_process_reads_something_else() -> None:

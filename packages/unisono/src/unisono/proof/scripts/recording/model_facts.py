@@ -36,28 +36,6 @@ def held_parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def find_copies(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters of what is a copy of the model by its names and shapes, and no part of it: an average, a teacher.
-
-    None if there are several, which nothing tells apart in two runs.
-    """
-    own = by_plain_name(model.named_parameters())
-    known = {id(one) for one in (*model.modules(), *model.parameters())}
-    gc.collect()  # copies that nobody has any more
-    found: list[dict[str, Tensor]] = []
-    for module in find_living(nn.Module):
-        if id(module) in known or not any(True for _ in module.parameters()):
-            continue
-        held: dict[str, Tensor] = {_WRAPPERS.sub("", name): one for name, one in module.named_parameters()}
-        if any(one.is_meta or nn.parameter.is_lazy(one) for one in held.values()):
-            continue
-        alike = {n: one.shape for n, one in held.items()} == {n: one.shape for n, one in own.items()}
-        seen = {id(one) for copy in found for one in copy.values()}
-        if alike and not any(id(one) in known or id(one) in seen for one in held.values()):
-            found.append(held)
-    return found[0] if len(found) == 1 else {}
-
-
 def find_scratch(model: nn.Module, held: set[int]) -> set[int]:
     """Buffers that optimizers hold and that no checkpoint has, by `id`: each rank's rows of a sparse embedding."""
     found = {id(one) for one in model.buffers()} & held
@@ -85,6 +63,11 @@ def has_rate_by_loss() -> bool:
     return bool(find_living(torch.optim.lr_scheduler.ReduceLROnPlateau))
 
 
+def plain_name(name: str) -> str:
+    """The name of a parameter as it is without any wrapper."""
+    return _WRAPPERS.sub("", name)
+
+
 def by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors by the names that they have without any wrapper.
 
@@ -93,7 +76,7 @@ def by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        plain = _WRAPPERS.sub("", name)
+        plain = plain_name(name)
         if plain in result:
             raise ConfigError(f"two tensors would be called '{plain}', one of them '{name}'; rename that submodule")
         result[plain] = tensor

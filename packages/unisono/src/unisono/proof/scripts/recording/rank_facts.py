@@ -32,7 +32,7 @@ class RankFacts:
         parted: whether its model computes with pieces of parameters (tensor parallel), so that ranks share their rows.
         sources: how many rows each data set of a `DataLoader` has; -1 where that is not known.
         drawn: by generator that has drawn outside of forward passes since the update before, a digest of its state.
-        exchanged: the collectives of several values that the script's own code has called inside of passes.
+        exchanged: the collectives inside of passes, with the line that has called each.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
+from unisono.proof.scripts.recording.evaluations_seen import EvaluationsSeen
+
 _MAX_EPOCH = 10_000_000  # rows of a data set whose epochs are looked at
 _SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
 
@@ -25,6 +27,9 @@ class FetchedRows:
     """The rows of batches that a script has fetched from its `DataLoader`s, until a backward pass is made of them.
 
     A pass takes the oldest batch of each data set.
+
+    Attributes:
+        evaluations: what is told of batches that are of an evaluation.
     """
 
     def __init__(self) -> None:
@@ -36,6 +41,8 @@ class FetchedRows:
         self._lengths: dict[int, int] = {}  # of those that passes were made of
         self._passes = 0  # that were made of such batches
         self._latest: deque[list[int]] | None = None  # what the last batch since a backward pass was added to
+        self._source: Any = None  # the iterator that it is of
+        self.evaluations = EvaluationsSeen()
 
     @property
     def lengths(self) -> list[int]:
@@ -57,11 +64,12 @@ class FetchedRows:
             return None
         indices = drawn.popleft()
         if not torch.is_grad_enabled():
+            self.evaluations.add(iterator, _row_numbers(indices))
             return None
         key = id(iterator._dataset)
         self._data[key] = iterator._dataset
         self._iterators[key] = iterator
-        self._latest = self._waiting.setdefault(key, deque())
+        self._latest, self._source = self._waiting.setdefault(key, deque()), iterator
         if iterator not in self._begun:
             self._begun.add(iterator)
             self._latest.clear()
@@ -117,7 +125,11 @@ class FetchedRows:
     def drop_latest(self) -> None:
         """That batch is one of an evaluation."""
         if self._latest:
-            self._latest.pop()
+            self.evaluations.add(self._source, self._latest.pop())
+
+    def end_reading(self, iterator: Any) -> None:
+        """An iterator has no more batches."""
+        self.evaluations.end_reading(iterator, _length_of(iterator._dataset))
 
     def begin_pass(self) -> None:
         """A backward pass begins; no batch before it is one of an evaluation."""

@@ -1,34 +1,42 @@
-"""What a script exchanges between ranks while it computes a loss: the collectives that it calls itself, by line."""
+"""What ranks exchange while they compute a loss: collectives, by the line that calls each."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from unisono.runtime.code.source_files import is_our_file, is_user_file
+from unisono.runtime.code.source_files import is_our_file
 
-_CALLS = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "reduce_scatter")
+_CALLS = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "gather", "gather_object",
+    "reduce", "reduce_scatter",
+)  # fmt: skip
+HARMLESS = (" of torch", " of counts")  # how calls end that torch makes itself, or of what may be counts or reports
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class ScriptCollectives:
-    """Notes calls by the script's own code that exchange several numbers; those of libraries bring a backward pass.
+    """Notes calls of collectives, and whether torch makes them, which brings a backward pass.
 
     Args:
         is_passing: whether a forward pass has begun, and its backward pass has not.
+        tell: is called before any exchange, whoever makes it.
 
     Attributes:
         found: since the last call of `take`, each with its line.
     """
 
-    def __init__(self, is_passing: Callable[[], bool]) -> None:
-        self._is_passing = is_passing
+    def __init__(self, is_passing: Callable[[], bool], tell: Callable[[], None]) -> None:
+        self._is_passing, self._tell = is_passing, tell
         self.found: dict[str, None] = {}
 
     @contextmanager
@@ -50,12 +58,15 @@ class ScriptCollectives:
 
     def _watch(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            if self._is_passing() and any(_is_large(leaf) for leaf in tree_leaves((args, named))):
-                frame: Any = sys._getframe(1)
-                while frame is not None and is_our_file(frame.f_code.co_filename):  # a mode of torch functions
-                    frame = frame.f_back
-                if frame is not None and is_user_file(frame.f_code.co_filename):
-                    self.found[f"{name} in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"] = None
+            self._tell()
+            frame: Any = sys._getframe(1) if self._is_passing() else None
+            while frame is not None and is_our_file(frame.f_code.co_filename):  # a mode of torch functions
+                frame = frame.f_back
+            if frame is not None:
+                file = frame.f_code.co_filename
+                said = name if file.startswith(_TORCH) else f"{name} in {Path(file).name}, line {frame.f_lineno}"
+                large = any(_is_large(leaf) for leaf in tree_leaves((args, named)))
+                self.found[f"{said}{HARMLESS[0] if said == name else '' if large else HARMLESS[1]}"] = None
             return original(*args, **named)
 
         call.__name__, call.__doc__, call.__wrapped__ = name, original.__doc__, original  # type: ignore[attr-defined]

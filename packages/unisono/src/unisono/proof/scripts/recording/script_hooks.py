@@ -23,12 +23,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from unisono.proof.scripts.recording.model_facts import find_living, held_parameters
+from unisono.proof.scripts.recording.evaluations_seen import EvaluationsSeen
+from unisono.proof.scripts.recording.model_facts import held_parameters
 from unisono.proof.scripts.recording.rank_progress import RankProgress
 from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
 from unisono.proof.scripts.recording.rows_seen import FetchedRows, digest_rows
 from unisono.proof.scripts.recording.script_collectives import ScriptCollectives
 from unisono.proof.scripts.recording.script_recorder import Records, World
+from unisono.proof.scripts.recording.trained_model import find_model
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replayed_run import ReplayedRun
@@ -139,8 +141,10 @@ class ScriptWatch:
         self._exchange: RowExchange | None = None if replayed is None else replayed.exchange
         if world.size > 1:
             self._exchange = RowKeeper(world.folder, world.rank, world.size)
-        self._loss_inputs = LossInputs()
-        self._collectives = ScriptCollectives(lambda: self._loss_inputs.is_open)
+        self._evaluations = EvaluationsSeen()
+        self._fetched.evaluations = self._evaluations
+        self._loss_inputs = LossInputs(self._evaluations.hear)
+        self._collectives = ScriptCollectives(lambda: self._loss_inputs.is_open, self._evaluations.exchange)
         self._ended = False  # the script has, by itself
         self._has_batches = False  # of a `DataLoader`
         self._seeds = Seeds(world.rank)
@@ -191,6 +195,9 @@ class ScriptWatch:
             self._fetched.find_next_epoch(self.records.steps) if self.records is not None else 0,
             self._ended,
             self._fetched.find_parts(),
+            self._evaluations.rows,
+            self._evaluations.length,
+            self._evaluations.numbers,
             getattr(self._exchange, "scaled", ""),
             getattr(self._exchange, "beside", []),
         )
@@ -297,7 +304,7 @@ class ScriptWatch:
         """The records, which begin where they are asked for first."""
         if self.records is None:
             self.progress.begin_records()
-            model = _find_model(optimizers)
+            model = find_model(optimizers)
             self._add_members(model)
             self.records = Records(self._world, model, None)
         return self.records
@@ -308,7 +315,7 @@ class ScriptWatch:
         optimizers = self._living_optimizers() if own else []
         later = [one for one in optimizers if own & {id(parameter) for parameter in held_parameters(one)}]
         if later and self.records is not None:
-            model = _find_model(later)
+            model = find_model(later)
             self._add_members(model)
             self.records.follow(model)
 
@@ -351,6 +358,7 @@ class ScriptWatch:
         records = self.records
         if records is None or id(module) not in self._members:
             return original(module, *args, **named)
+        self._evaluations.begin_training()
         self._loss_inputs.begin_forward()
         if self._exchange is not None and not self._has_batches:
             self._loss_inputs.exchange = self._exchange
@@ -414,7 +422,11 @@ class ScriptWatch:
         if self.records is not None:
             self.records.follow_draws()
         with self._loss_inputs.paused():
-            batch = original(iterator)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self._fetched.end_reading(iterator)
+                raise
         if self.records is not None:
             self.records.skip_draws()
         rows = self._fetched.fetch(iterator)
@@ -451,29 +463,3 @@ def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
         n: v for n, v in values.items() if isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
     }
     return {name: float(value) for name, value in single.items() if not _MEASURES_TIME.search(name)}
-
-
-def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
-    """The modules that hold what the optimizers train, wrapped as they are: one, or a list of several."""
-    left = {id(parameter): parameter for parameter in held_parameters(*optimizers)}
-    place = {key: number for number, key in enumerate(left)}  # the same in every run, as the order of objects is not
-    modules = find_living(nn.Module)
-    inner = {id(child) for module in modules for child in module._modules.values()}
-    holders = [
-        (len(held), -min(place[key] for key in held), not isinstance(module, DistributedDataParallel), module)
-        for module in modules
-        if id(module) not in inner and (held := _held_by(module) & set(left))
-    ]
-    chosen: list[nn.Module] = []
-    for *_, module in sorted(holders, key=lambda holder: (*holder[:3], type(holder[3]).__qualname__), reverse=True):
-        if held := _held_by(module) & set(left):
-            chosen.append(module)
-            left = {key: value for key, value in left.items() if key not in held}
-    if trained := [one for one in left.values() if one.requires_grad]:  # others are its own: numbers of rows, say
-        chosen.append(nn.ParameterList(trained))
-    return chosen[0] if len(chosen) == 1 else nn.ModuleList(chosen)
-
-
-def _held_by(module: nn.Module) -> set[int]:
-    """What an optimizer may hold of a module, by `id`: that of sparse embeddings holds buffers, of integers too."""
-    return {id(one) for one in (*module.parameters(), *module.buffers())}

@@ -27,6 +27,7 @@ from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts.recording import model_facts
+from unisono.proof.scripts.recording.model_copies import find_copies
 from unisono.proof.scripts.recording.model_facts import by_plain_name
 from unisono.proof.scripts.recording.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.recording.parameter_changes import ParameterChanges
@@ -236,7 +237,7 @@ class Records:
     def _write_copies(self) -> None:
         """Record copies of the model that are there with the second update, as the update before has left them."""
         if self.steps == 1:
-            self._copies = model_facts.find_copies(self._model)
+            self._copies = find_copies(self._model)
             everyone = self._group.gather(sorted(self._copies), "the names of copies")
             if any(names != everyone[0] for names in everyone):  # gathering is for all
                 self._copies = {n: one for n, one in self._copies.items() if not isinstance(one, DTensor)}

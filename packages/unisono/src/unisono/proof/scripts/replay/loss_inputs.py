@@ -37,6 +37,9 @@ class _Origin(NamedTuple):
 class LossInputs(TorchFunctionMode):
     """Watches every function of torch while a pass is under way, outside of the model.
 
+    Args:
+        hear: is told of functions that are called between passes, and not of what was drawn.
+
     Attributes:
         drawn: whether random numbers have gone into what `backward` is called on.
         draws: whether any were drawn.
@@ -44,8 +47,9 @@ class LossInputs(TorchFunctionMode):
         numbers: whether numbers were read of tensors that are not made of the model's outputs: none can follow them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hear: Callable[[str, Sequence[Tensor]], None] = lambda name, given: None) -> None:
         super().__init__()
+        self._hear = hear
         self.exchange: RowExchange | None = None
         self.window = -1
         self.is_open = False
@@ -141,6 +145,8 @@ class LossInputs(TorchFunctionMode):
             counts = bool(given) and not (given[0].is_floating_point() or given[0].requires_grad)
         if drawn:
             self._set_origin(result, _Origin(drawn=True))
+        else:
+            self._hear(name, given)
         self.numbers |= name in _NUMBERS and counts and not drawn
 
     def _find_origin(self, tensor: Tensor) -> _Origin:

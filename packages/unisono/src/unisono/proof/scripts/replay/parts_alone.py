@@ -20,6 +20,7 @@ from unisono.proof.recording.trace import Array
 from unisono.proof.scripts.judging.gradient_sums import ROUNDING
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.script_collectives import HARMLESS
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_plan import plan_replay, reads_numbers
 from unisono.proof.scripts.replay.row_fit import OF_THESE
@@ -75,7 +76,7 @@ def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: S
     elif any(one.numbers for one in known):
         return
     elif first.quantity == "raw gradients" and exchanged:
-        judged.diagnosis = explain_exchange(ranks, whole, exchanged, limit) or found
+        judged.diagnosis = explain_exchange(ranks, whole, exchanged, found, limit)
     elif not exchanged:
         judged.diagnosis = explain_process(ranks, known, limit) or found
 
@@ -133,16 +134,17 @@ def _adds_once(ranks: Sequence[Computed], alone: Computed, whole: Computed, twic
 
 
 def explain_exchange(
-    ranks: Sequence[Computed], whole: Computed, exchanged: Sequence[str], limit: float
-) -> Diagnosis | None:
-    """The fault where ranks exchange values while they compute, and only gradients are wrong."""
+    ranks: Sequence[Computed], whole: Computed, exchanged: Sequence[str], found: Diagnosis, limit: float
+) -> Diagnosis:
+    """The fault where ranks exchange values while they compute, and only gradients are wrong; else what was found."""
     total = sum(rank.loss for rank in ranks)
-    if not any(predictions.is_equal(loss, whole.loss, limit) for loss in (total, total / len(ranks))):
-        return None
+    without = [line for line in exchanged if not line.endswith(HARMLESS)]
+    if not without or not any(predictions.is_equal(loss, whole.loss, limit) for loss in (total, total / len(ranks))):
+        return found
     detail = (
-        "the ranks' losses add up to that of one process, and one process that is given the rows of a rank alone "
-        f"computes another: they have values of other ranks in them, and no gradient of these. {exchanged[0]} has no "
-        "backward pass"
+        f"{found.because.partition(';')[0]}; the ranks' losses add up to that of one process, and one process that is "
+        "given the rows of a rank alone computes another: they have values of other ranks in them, and no gradient of "
+        f"these. {without[0]} has no backward pass"
     )
     diagnosis = build_diagnosis(FaultName.CROSS_SAMPLE_GRADIENTS, detail)
     return replace(diagnosis, remedy="exchange them with a backward pass (torch.distributed.nn.functional), no detach")
@@ -154,8 +156,8 @@ def explain_process(ranks: Sequence[Computed], alone: Sequence[Computed], limit:
     shown = "; ".join(f"{ranks[n].loss:.6g} on rank {n} and {alone[n].loss:.6g} on one process" for n in off[:2])
     detail = (
         f"one process that is given the rows of a rank alone computes another loss or gradient than it ({shown}), and "
-        "nothing of several ranks is exchanged in it: it reads what is not in these rows, as the rank, a count or a "
-        "statistic of the rank's part of the data, or a state"
+        "ranks exchange nothing within a pass: it reads what is not in these rows, as the rank, a count or a statistic "
+        "of the rank's part of the data, or a state"
     )
     return build_diagnosis(FaultName.LOSS_BY_PROCESS, detail)
 

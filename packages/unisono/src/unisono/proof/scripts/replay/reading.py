@@ -24,6 +24,9 @@ class ReadingFacts:
         next_epoch: the update that is the first of the second epoch; 0 where that is not known.
         ended: whether the script came to its own end.
         parts: of every data set, whether it is a part (`Subset`) of another, by whose numbers its rows are known.
+        evaluated: the rows of the first evaluation, by their numbers.
+        evaluated_of: how many rows its data set has; -1 where that is not known.
+        numbers_of_it: that the script has read after it, and after the last exchange between ranks.
         scaled: in words, how the rows of the ranks are those that this run reads, scaled; empty if they are not.
         beside: in words, how what ranks give to the loss past the model is another than this run has for the same rows.
     """
@@ -36,6 +39,9 @@ class ReadingFacts:
     next_epoch: int = 0
     ended: bool = False
     parts: list[bool] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    evaluated_of: int = -1
+    numbers_of_it: list[float] = field(default_factory=list)
     scaled: str = ""
     beside: list[str] = field(default_factory=list)
 

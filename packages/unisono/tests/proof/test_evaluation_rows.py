@@ -1,0 +1,65 @@
+"""An evaluation that reads other rows than one process fails where what comes of it is another number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from packages.unisono.tests.proof.script_traces import write_script_trace
+from unisono.proof.scripts.judging.evaluation_rows import judge_evaluation
+from unisono.proof.scripts.recording.evaluations_seen import EvaluationsSeen
+from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
+from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
+
+
+def write_run(folder: Path, rows: list[list[int]], numbers: list[float], length: int = 5) -> ScriptTrace:
+    trace = write_script_trace(folder, [[RankFacts() for _ in rows]])
+    for rank, own in enumerate(rows):
+        facts = ReadingFacts(True, False, "", evaluated=own, evaluated_of=length, numbers_of_it=numbers)
+        write_reading(folder, rank, facts, [])
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("rows", "numbers", "mark"),
+    [
+        ([[0, 2, 4], [1, 3]], [0.5], "PASS"),
+        ([[0, 1, 2, 3, 4]] * 2, [0.5], "PASS"),  # every rank evaluates all
+        ([[0, 1, 2, 3, 4], []], [0.5], "PASS"),  # rank 0 alone
+        ([[0, 2, 4], [1, 3, 0]], [0.5], "FAIL"),
+        ([[0, 2, 4], [1, 3, 0]], [7.0, 0.6], "PASS"),  # the row that is there twice was left out of the metric
+        ([[0, 2, 4], [1, 3, 0]], [0.6, 7.0], "ABSTAIN"),
+        ([[0, 2, 4], [1, 3, 0]], [], "ABSTAIN"),
+        ([[0, 2], [1, 3]], [0.5], "FAIL"),
+    ],
+)
+def test_rows_of_an_evaluation_are_counted_and_held_against_its_numbers(
+    tmp_path: Path, rows: list[list[int]], numbers: list[float], mark: str
+) -> None:
+    one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
+    found, likely = judge_evaluation(write_run(tmp_path / "many", rows, numbers), one)
+    assert found is not None
+    assert (found.mark, likely is not None) == (mark, mark == "FAIL")
+
+
+def test_rows_of_other_data_sets_are_not_compared_by_number(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
+    assert judge_evaluation(write_run(tmp_path / "many", [[0, 1, 2], [0, 1]], [0.5], 3), one) == (None, None)
+
+
+def test_numbers_are_those_after_the_last_exchange_and_before_training_goes_on() -> None:
+    seen, iterator = EvaluationsSeen(), iter(DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2))
+    value = torch.tensor(0.25)
+    seen.hear("item", [value])
+    seen.add(iterator, [0, 1])
+    seen.end_reading(iterator, 4)
+    seen.hear("item", [value])
+    seen.exchange()
+    seen.hear("item", [2 * value])
+    seen.hear("add", [value])
+    seen.begin_training()
+    seen.hear("item", [value])
+    assert (seen.rows, seen.length, seen.numbers) == ([0, 1], 4, [0.5])
