@@ -369,3 +369,10 @@ def test_a_hook_that_adds_the_same_with_every_backward_pass_is_no_term_of_the_lo
     found[0].facts.steps[0].parts = [Part(n, 0, 2, {}, {}, {}) for n in range(4)]
     diagnosed = diagnose(found, failed("raw gradients", 1), world_size=1)
     assert diagnosed.fault == "The gradients depend on the layout" and "a hook" in diagnosed.because
+
+
+def test_gradients_that_are_all_zero_on_one_process_get_a_neutral_name(tmp_path: Path) -> None:
+    zero = {"a": np.zeros(3), "b": np.zeros(3)}
+    mine, reference = trace(tmp_path / "mine", EVEN), trace(tmp_path / "one", [[8], [8]], zero)
+    write_tensors(tmp_path / "mine", "clipped gradients", 0, {})
+    assert name((mine, reference), failed("raw gradients", 1)) == "The gradients depend on the layout"

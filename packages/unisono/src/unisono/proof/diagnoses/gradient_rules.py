@@ -223,10 +223,12 @@ def _clipped_by_hand(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, A
     limit, ranks = norm_of(b.values()), range(pattern.world_size)
     shards = [(_shard(a, rank, pattern.world_size), _shard(b, rank, pattern.world_size)) for rank in ranks]
     there = [(ours, theirs) for ours, theirs in shards if norm_of(theirs.values())]
+    if len(there) < 2:
+        return ""
     factors = [predictions.common_factor(ours, theirs, pattern.fitting) for ours, theirs in there]
     norms = [norm_of(ours.values()) for ours, _ in there]
     known = all(f is not None and f > 1 for f in factors) and max(norms) <= limit * (1 + _CLIPPED)
-    if len(there) < 2 or not known or not any(predictions.is_equal(norm, limit, _CLIPPED) for norm in norms):
+    if not known or not any(predictions.is_equal(norm, limit, _CLIPPED) for norm in norms):
         return ""
     return f"each rank's shards have the norm {_shown(norms)}, which on one process the whole gradient has: {limit:.4g}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,8 @@ def judge_reading(
     if scaled:
         said = f"the ranks' rows are those of one process, scaled (by statistics of a rank's part of them?): {scaled}"
         failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
-        return failed, build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said)
+        remedy = "take what rows are scaled by of all rows, alike on every rank"
+        return failed, replace(build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said), remedy=remedy)
     return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
 
 
