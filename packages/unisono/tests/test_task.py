@@ -124,6 +124,19 @@ def test_columns_of_strings_and_none_stay_on_the_host() -> None:
         Least().collate([{"words": ["a", "b"]}, {"words": ["c", None]}])
 
 
+class Unnamed(Least):
+    def initial_carry(self, batch: Any) -> Any:
+        return torch.zeros(3, 2)
+
+
+def test_a_state_without_names_is_refused() -> None:
+    """It ended in "'Tensor' object has no attribute 'items'"."""
+    with pytest.raises(ConfigError, match=r"Unnamed.initial_carry returns a Tensor; it has to be a dict of tensors by"):
+        resolve_features(Unnamed()).initial_carry({})
+    with pytest.raises(ConfigError, match=r"Loss\(carry=…\) is given a Tensor; it has to be a dict of tensors by name"):
+        Loss({"x": torch.zeros(())}, carry=torch.zeros(3, 2))  # type: ignore[arg-type]
+
+
 def test_four_methods_are_enough_and_the_rest_does_nothing_by_default(tmp_path: Path) -> None:
     assert Task.__abstractmethods__ == {"data", "build", "outputs", "loss"}
     task, rng, record = Least(), np.random.default_rng(0), {"x": 1}

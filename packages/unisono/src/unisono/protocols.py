@@ -322,8 +322,20 @@ class TaskFeatures:
         return {} if self.totals is None else self.totals.totals(outputs, batch, context)
 
     def initial_carry(self, batch: Batch) -> dict[str, Any] | None:
-        """The carry of rows before their first step; None if the task is not recurrent."""
-        return None if self.recurrent is None else self.recurrent.initial_carry(batch)
+        """The carry of rows before their first step; None if the task is not recurrent.
+
+        Raises:
+            ConfigError: if it has no names.
+        """
+        if self.recurrent is None:
+            return None
+        carry = self.recurrent.initial_carry(batch)
+        if not isinstance(carry, Mapping):
+            raise ConfigError(
+                f"{type(self.recurrent).__name__}.initial_carry returns a {type(carry).__name__}; it has to be a dict "
+                'of tensors by name, whose first axis is the row, e.g. {"hidden": …}, as has Loss(carry=…)'
+            )
+        return dict(carry)
 
     def shared_arrays(self, batch: Batch) -> dict[str, Any]:
         """What a loss across samples needs for all rows besides their outputs."""
