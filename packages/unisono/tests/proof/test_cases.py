@@ -129,12 +129,13 @@ def test_an_evaluation_is_repeated_by_the_plain_layouts_of_the_first_precision()
     assert repeated == ["single m4 fp64", "ddp:2 m4 fp64", "fsdp:2 m4 fp64"]
 
 
-def test_a_quick_proof_has_the_plain_layouts_alone() -> None:
+def test_a_quick_proof_has_the_plain_layouts_and_other_micro_batches_alone() -> None:
+    """A statistic of the micro-batch passed, since every layout had the same micro-batches."""
     settings, rest = parse_settings([*QUICK, "steps=4"], ProofSettings)
     assert rest == [] and settings.steps == 4, "what is said counts"
     every = build_cases(settings, configuration(train={"precision": "fp32"}))
     names = ["single m4 fp64", "single m4 perturbed fp64", "ddp:2 m4 fp64", "fsdp:2 m4 fp64"]
-    assert [case.name for case in every] == names
+    assert [case.name for case in every] == [*names, "single m1 fp64", "ddp:2 m1 fp64", "fsdp:2 m1 fp64"]
 
 
 def test_the_micro_batch_is_one_row_where_accumulation_is_varied() -> None:

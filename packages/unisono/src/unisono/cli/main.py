@@ -211,7 +211,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
     )
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     verb.add_argument("--full", action="store_true", help="show every quantity of every case; wider than 80 columns")
-    quick = "in seconds: the plain layouts in fp64 alone, two steps, a smaller model if the task has one"
+    quick = "in seconds: layouts and micro-batches in fp64 alone, two steps, a smaller model if the task has one"
     verb.add_argument("--quick", action="store_true", help=quick)
     text = "report what this host has, how fast it is, and what is wrong with its environment"
     verb = add("doctor", _doctor, text, "; exit code 1 if a run would fail here")

@@ -20,8 +20,8 @@ Variation = Literal[
 ]
 MAX_PARAMETERS = 2_000_000  # of a model that is proved as it is; most of a proof is passes over it, in double precision
 ACROSS_STEPS = 10  # of a comparison of engines, where no other number is given
-# Settings of a proof while one writes a task: whether layouts agree at all, in seconds.
-QUICK = ("vary=[]", "precisions=[fp64]", "steps=2", "shrink=always")
+# Settings of a proof while one writes a task: whether layouts and micro-batches agree at all, in seconds.
+QUICK = ("vary=[accumulate]", "precisions=[fp64]", "steps=2", "shrink=always")
 _LAYOUT = re.compile(r"(ddp|fsdp):(\d+)(?:x(\d+))?|(hsdp):(\d+)x(\d+)|(dp)")
 
 
