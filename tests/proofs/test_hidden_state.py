@@ -323,6 +323,30 @@ class Following(Rows):
 DDP, FSDP, RESUME = "layouts=[ddp:2]", "layouts=[fsdp:2]", "vary=[accumulate,resume]"
 
 
+class Carrying(Rows):
+    """Adds the outputs of the step before, which are a state of the row."""
+
+    def initial_carry(self, batch: Any) -> Any:
+        return {"last": torch.zeros_like(batch["x"])}
+
+    def outputs(self, model: Any, batch: Any, context: Any) -> Any:
+        return model(batch["x"]) + 0.5 * context.carry["last"]
+
+    def kept(self, outputs: Any) -> Any:
+        return outputs
+
+    def loss(self, outputs: Any, batch: Any, context: Any) -> unisono.Loss:
+        sums = super().loss(outputs, batch, context).sums
+        return unisono.Loss(sums, carry={"last": self.kept(outputs.detach())})
+
+
+class CarryingSorted(Carrying):
+    """Hands the states on in the order of their sizes: they change rows."""
+
+    def kept(self, outputs: Any) -> Any:
+        return outputs[outputs.sum(1).argsort()]
+
+
 def prove(task: type[unisono.Task], *words: str) -> ProofResult:
     short = (DDP, "vary=[accumulate]", *words)
     by_name = {word.partition("=")[0]: word for word in short}
@@ -352,6 +376,7 @@ OPEN = (QuantisedDropout, Normed)  # of which no proof can say that they are the
         (UncertainPerPass, Uncertain, "A term is added once per micro-batch", []),
         (CentredOverRows, Centred, "The gradients depend on the layout", []),
         (ClippedByQuantile, Clipped, "A sample depends on its neighbours", []),
+        (CarryingSorted, Carrying, "A row depends on its neighbours", []),
     ],
 )
 def test_a_fault_is_named_and_its_clean_twin_passes(

@@ -226,6 +226,7 @@ class ModelView(Protocol):
     frozen: list[str]  # names of the others
     local_buffers: list[str]  # names of the buffers that differ by process
     size: int  # scalars in all parameters
+    draws_backward: bool  # whether a backward pass of `term_gradients` has drawn random numbers
 
     def whole(self, kind: ArrayGroup) -> dict[str, Array]:
         """Whole arrays by name, gathered on rank 0; other ranks take part and get nothing. Collective."""
@@ -254,6 +255,9 @@ class ModelView(Protocol):
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The loss sums for a micro-batch, used like `outputs`; empty if a micro-batch has none of its own."""
 
+    def carry(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Array]:
+        """The state that rows at their first step leave for the next, used like `outputs`; empty if none is known."""
+
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the passes of a micro-batch draw random numbers; use within `without_side_effects`."""
 
@@ -264,7 +268,10 @@ class ModelView(Protocol):
         """Buffers that should be copies and differ between ranks, one short description each. Collective."""
 
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
-        """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty if unknown."""
+        """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty if unknown.
+
+        The random state is restored on exit.
+        """
 
     def perturb(self, size: float, step: int = 0) -> None:
         """Change every parameter by a random relative amount of at most `size`, the same on every layout."""

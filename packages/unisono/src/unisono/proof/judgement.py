@@ -210,7 +210,7 @@ def _excuse(case: Case, mine: Trace, reference: Trace, first: Trace) -> str:
     if mine.facts.random:
         why = f"it reads buffers that it changes ({carried})" if carried else "batch statistics are those of all rows"
         return (
-            f"the forward pass draws random numbers, which belong to the micro-batch, and {why}: no run on one process "
+            f"a pass draws random numbers, which belong to the micro-batch, and {why}: no run on one process "
             "has the same micro-batches and as many passes"
         )
     return ""
@@ -282,7 +282,7 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
             "micro-batches per process no run on one process has these rows together (layout.sync_batch_norm)"
         )
     if case.other_micro_batch and mine.facts.random and not first.facts.reseeded:
-        return "the forward pass draws random numbers, which belong to the micro-batch"
+        return "a pass draws random numbers, which belong to the micro-batch"
     return ""
 
 
@@ -307,7 +307,7 @@ def _dp_reason_to_abstain(mine: Trace, first: Trace) -> str:
     if mine.facts.devices < 2:
         return "this host has fewer than two accelerators, so dp ran on one device, with nothing to split"
     if mine.facts.random or first.facts.random:
-        return "the forward pass draws random numbers (dropout), and under dp every device draws for its own rows"
+        return "a pass draws random numbers (dropout), and under dp every device draws for its own rows"
     if first.facts.carried:
         return f"under dp every device changes a copy of the buffers: {join_names(first.facts.carried)}"
     if first.facts.neighbours:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from unisono.proof.invariants import COLLATED, DOCUMENTS, NEIGHBOURS, PADDING
 from unisono.runtime.code.source_files import is_user_file
@@ -32,14 +33,18 @@ _FUNCTIONS = ("data", "sample", "collate", "build", "counts", "outputs", "totals
 
 def find_functions(task: type) -> dict[str, str]:
     """Where the functions of a task begin that the user has written, as `task.py:12`, by their names."""
-    found: dict[str, str] = {}
-    for name in _FUNCTIONS:
-        code = getattr(inspect.unwrap(getattr(task, name, lambda: None)), "__code__", None)
-        if code is not None and is_user_file(code.co_filename):
-            file = Path(code.co_filename)
-            inside = file.is_relative_to(Path.cwd())
-            found[name] = f"{file.relative_to(Path.cwd()) if inside else file.name}:{code.co_firstlineno}"
-    return found
+    places = {name: find_place(getattr(task, name, None)) for name in _FUNCTIONS}
+    return {name: place for name, place in places.items() if place}
+
+
+def find_place(function: Any) -> str:
+    """Where a function begins that the user has written, as `task.py:12`; empty for any other."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or not is_user_file(code.co_filename):
+        return ""
+    file = Path(code.co_filename)
+    inside = file.is_relative_to(Path.cwd())
+    return f"{file.relative_to(Path.cwd()) if inside else file.name}:{code.co_firstlineno}"
 
 
 def describe_makers(quantity: str, places: Mapping[str, str]) -> str:

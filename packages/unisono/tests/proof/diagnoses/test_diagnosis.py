@@ -12,7 +12,7 @@ import pytest
 
 from packages.unisono.tests.proof.patterns import EVEN, diagnose, failed, name, pair, passed, summed, told, trace
 from packages.unisono.tests.tasks import LinearTask
-from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.diagnoses.diagnosis import diagnose_error
 from unisono.proof.probes.pass_probe import PassProbe
@@ -119,6 +119,14 @@ def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: 
     assert diagnosed.remedy.startswith("keep it in a buffer")
 
 
+def test_a_neutral_name_of_gradients_is_followed_by_what_the_user_has_put_on_their_way(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1 / 4, 1 / 12]) | {"b": np.arange(8.0)})
+    found[1].facts.probed, found[1].facts.on_the_way = True, ["the hook of 'a' (task.py:3)"]
+    diagnosed = diagnose(found, failed("raw gradients", 1))
+    assert diagnosed.fault == "The gradients depend on the layout"
+    assert diagnosed.because.endswith("; on the way are the hook of 'a' (task.py:3)")
+
+
 # the update and after it ----------------------------------------------------------------------------------------------
 
 
@@ -132,6 +140,44 @@ def test_parameters_of_a_script_that_only_its_optimizer_changes_are_told(
     found = pair(tmp_path, None, optimizer="AdamW")
     found[1].facts.optimizer, found[0].facts.by_script = "AdamW", by_script
     assert name(found, failed("parameters", 1)) == fault
+
+
+LOST = "The state of the optimizer was lost"
+OTHERWISE = "The update is computed otherwise"
+
+
+@pytest.mark.parametrize(
+    ("facts", "sharded", "starts", "fault", "said"),
+    [
+        ({"kept_by_optimizer": "made"}, False, [], OTHERWISE, "an update changes made of the optimizer, which no"),
+        ({"kept_by_optimizer": "made"}, False, [1], LOST, "an update changes made of the optimizer, which no"),
+        ({"update_draws": "torch's global generator"}, False, [], OTHERWISE, "the optimizer draws from torch's global"),
+        ({"coupled": "a"}, True, [], OTHERWISE, "on one process elements of a move otherwise where gradients of other"),
+        ({"coupled": "a"}, False, [], OTHERWISE, ""),  # each process has all of them
+        ({"update_draws": "torch's global generator", "coupled": "a"}, True, [1], LOST, ""),  # it drew before, too
+    ],
+)
+def test_what_decides_an_update_beside_gradients_is_told(
+    tmp_path: Path, facts: dict[str, str], sharded: bool, starts: list[int], fault: str, said: str
+) -> None:
+    mine, reference = pair(tmp_path, None, sharded=sharded)
+    reference.facts = replace(reference.facts, probed=True, **facts)  # type: ignore[arg-type]
+    diagnosed = diagnose((mine, reference), failed("update", 2), starts=starts)
+    assert diagnosed.fault == fault
+    words = ("an update changes", "the optimizer draws", "on one process elements")
+    assert said in diagnosed.because if said else not any(word in diagnosed.because for word in words)
+
+
+def test_clipped_gradients_of_a_later_step_do_not_explain_parameters(tmp_path: Path) -> None:
+    """Weights that an optimizer keeps to itself were lost, and the gradients that follow were blamed."""
+    later = ComparedQuantity("clipped gradients", "PASS", Difference(1e-5, 3, "a"), allowed=1e-4)
+    assert (
+        told(tmp_path, later, failed("parameters", 2), counts=EVEN * 2).fault
+        == "The update is not that of the gradients"
+    )
+    before = replace(later, worst=Difference(1e-5, 2, "a"))
+    found = told(tmp_path / "before", before, failed("parameters", 2), counts=EVEN * 2)
+    assert found.fault == "The gradients depend on the layout"
 
 
 def rates(found: tuple[Trace, Trace], ours: list[float], theirs: list[float]) -> ComparedQuantity:

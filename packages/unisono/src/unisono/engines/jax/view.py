@@ -42,6 +42,8 @@ class JaxModelView:
         gradients: by name, while a step is observed; else none.
     """
 
+    draws_backward = False  # nothing but a micro-batch's key gives random numbers
+
     def __init__(
         self,
         held: HeldArrays,
@@ -140,6 +142,10 @@ class JaxModelView:
             return {}
         found = self._on_one_device(_term_sums, micro, micro.size, 0, scalars)
         return {name: float(value) for name, value in found.items()}
+
+    def carry(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Array]:
+        """Not known here; see `ModelView`."""
+        return {}
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Not known: a step is one program."""

@@ -28,6 +28,8 @@ from unisono.task import Context, Loss
 class TorchModelView:
     """The model of one process."""
 
+    draws_backward = False
+
     def __init__(self, parts: EngineParts, state: TrainState, passes: Passes) -> None:
         self._job, self._random_state, self._state, self._passes = parts.job, parts.random_state, state, passes
         self.module = state.module
@@ -114,6 +116,13 @@ class TorchModelView:
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
         return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
+    def carry(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Array]:
+        """The state that the task's loss returns for the rows of a micro-batch; see `ModelView`."""
+        if not self._job.features.has_local_loss or self._job.features.recurrent is None:
+            return {}
+        left = self._passes.loss(micro, Context(0, training=True, scalars=scalars)).carry or {}
+        return {name: rows.detach().cpu().numpy() for name, rows in left.items()}
+
     def report(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """Sums and counts of the metrics (`metric/NAME sum`), and totals (`total/NAME`), of a micro-batch alone."""
         numbers = self._passes.report(micro, Context(0, training=True, scalars=scalars))
@@ -147,7 +156,11 @@ class TorchModelView:
         result = {}
         for term, value in loss.sums.items():
             if isinstance(value, Tensor) and value.requires_grad:
-                found = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
+                before = self._random_state.current()
+                with self._random_state.restore_on_exit():  # a hook may draw, and the backward pass is yet to come
+                    found = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
+                    now = self._random_state.current()
+                self.draws_backward |= any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
                 gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
                 result[term] = {name: np.atleast_1d(g.cpu().numpy()) for name, g in gradients.items()}
         return result

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.proof.comparison import ComparedQuantity, first_failure
-from unisono.proof.diagnoses import gradient_rules, loss_rules, predictions
+from unisono.proof.diagnoses import gradient_rules, loss_rules, predictions, update_rules
 from unisono.proof.diagnoses.pattern import Pattern
 from unisono.proof.diagnoses.predictions import stepped_per_process
 from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
@@ -51,7 +51,8 @@ def diagnose(
         root: the run on one process whose task was tried by itself, if it is not the reference.
     """
     if mine.facts.fault:
-        if refused := loss_rules.explain_refusal(mine, root or reference):
+        is_of_rows = mine.facts.called != FaultName.NOT_FINITE or world_size == 1
+        if is_of_rows and (refused := loss_rules.explain_refusal(mine, root or reference)):
             return refused
         return diagnose_error(mine.facts.called, mine.facts.fault)
     first = first_failure(compared)
@@ -68,7 +69,10 @@ def diagnose(
         return None
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
         return build_diagnosis(FaultName.ORDER_OF_SUMS, "the difference is one of rounding")
-    return _consider_second_start(pattern, _consider_states(pattern, _RULES[first.quantity](pattern)))
+    found = _RULES[first.quantity](pattern)
+    for consider in (_consider_states, update_rules.consider_optimizer, _consider_way, _consider_second_start):
+        found = consider(pattern, found)
+    return found
 
 
 def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
@@ -80,6 +84,9 @@ def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
     if quantity in _OF_PASSES and (wrong := _find_wrong_ranks(pattern)):  # other micro-batches compare no samples
         why = f"of the first rows, with the same generators, ranks {wrong} make other samples here"
         return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, why)
+    is_later = quantity in ("outputs", "loss") and pattern.worst.step > 1 and not pattern.parts
+    if is_later and (why := pattern.root.carry_by_neighbours):
+        return build_diagnosis(FaultName.ROW_BY_NEIGHBOURS, why)
     if quantity in (GRADIENT, "initial parameters") and pattern.mine.facts.replaced:
         return build_diagnosis(FaultName.OPTIMIZER_BEFORE_WRAPPING, pattern.mine.facts.replaced)
     return None
@@ -108,6 +115,13 @@ def _consider_states(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
         because = f"{diagnosis.because}; passes change {kept}, of which each process has its own"
         return replace(diagnosis, because=because, remedy=_KEPT_REMEDY)
     return diagnosis
+
+
+def _consider_way(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
+    """The same, with what the user has put between loss and update, where it lies there."""
+    if diagnosis.fault != FaultName.GRADIENTS_BY_LAYOUT or not pattern.root.on_the_way:
+        return diagnosis
+    return replace(diagnosis, because=f"{diagnosis.because}; on the way are {join_names(pattern.root.on_the_way, 3)}")
 
 
 def _consider_second_start(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
@@ -286,57 +300,6 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
     return build_diagnosis(FaultName.RATE_BY_WORLD_SIZE, detail + begins)
 
 
-def _diagnose_parameter(pattern: Pattern) -> Diagnosis | None:
-    """Of one that has its own memory now and that of another on one process, or that was not to be trained."""
-    name = pattern.worst.name.removeprefix("optimizer/")
-    of_one = pattern.root.overlapping or pattern.reference.facts.overlapping
-    for group in of_one:
-        is_parted = group not in pattern.mine.facts.overlapping
-        if is_parted and any(name == one or name.startswith(f"{one}/") for one in group):
-            detail = (
-                f"{' and '.join(group)} have the same memory on one process (.data =), and memory of their own here"
-            )
-            return build_diagnosis(FaultName.UNTIED_WEIGHTS, detail)
-    if pattern.worst.name in pattern.mine.facts.frozen:
-        return build_diagnosis(FaultName.FROZEN_PARAMETER_TRAINED, pattern.worst.name)
-    return None
-
-
-def _diagnose_update(pattern: Pattern) -> Diagnosis:
-    if found := _diagnose_parameter(pattern):
-        return found
-    if pattern.first.quantity != "update" and pattern.abstains("raw gradients", "clipped gradients"):
-        detail = f"'{pattern.worst.name}' differs; whether the gradients do is not known, since they were not compared"
-        return build_diagnosis(
-            FaultName.STATE_NOT_CARRIED if pattern.is_resumed else FaultName.GRADIENTS_BY_LAYOUT, detail
-        )
-    detail = f"'{pattern.worst.name}' differs, and gradients and learning rate agree"
-    return build_diagnosis(FaultName.OPTIMIZER_STATE_LOST if pattern.is_resumed else FaultName.UPDATE_BY_LAYOUT, detail)
-
-
-def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
-    name = pattern.worst.name
-    if found := _diagnose_parameter(pattern):
-        return found
-    if any(c.quantity == "update" and c.mark == "FAIL" for c in pattern.compared):
-        return build_diagnosis(
-            FaultName.UPDATE_BY_LAYOUT, f"'{name}' differs, after an update from equal gradients too"
-        )
-    if pattern.abstains("raw gradients", "clipped gradients"):
-        return _diagnose_update(pattern)
-    if pattern.failed("replicas"):
-        detail = f"gradients agree, '{name}' of rank 0 does not, and replicas differ: {pattern.step.replicas[:1]}"
-        return build_diagnosis(FaultName.REPLICA_DRIFT, detail)
-    if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
-        detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
-        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
-    by_script = {*pattern.mine.facts.by_script, *pattern.reference.facts.by_script}
-    if pattern.mine.facts.optimizer and name not in by_script:
-        detail = f"'{name}' differs after the optimizer's step, gradients and rate agree: compare its other settings"
-        return build_diagnosis(FaultName.UPDATE_BY_LAYOUT, detail)
-    return build_diagnosis(FaultName.UPDATE_NOT_OF_GRADIENTS, f"'{name}' differs, and all gradients agree")
-
-
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
     if pattern.step.replicas and all(detail.startswith("'ema/") for detail in pattern.step.replicas):
         return build_diagnosis(FaultName.EMA_DRIFT, f"{pattern.step.replicas[0]}, and their weights are")
@@ -391,9 +354,9 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "gradient norm": gradient_rules.diagnose_norm,
     "clipped gradients": gradient_rules.diagnose_clipped,
     "learning rate": _diagnose_lr,
-    "update": _diagnose_update,
-    "optimizer state": _diagnose_update,
-    "parameters": _diagnose_parameters,
+    "update": update_rules.diagnose_update,
+    "optimizer state": update_rules.diagnose_update,
+    "parameters": update_rules.diagnose_parameters,
     "replicas": _diagnose_replicas,
     "buffers": _diagnose_buffers,
     "EMA": _diagnose_average,

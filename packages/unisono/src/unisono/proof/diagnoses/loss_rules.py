@@ -102,19 +102,27 @@ def _reduced_before(pattern: Pattern) -> str:
     return f"{shown} of every micro-batch is the sum over those of all ranks, and is added up over ranks once more"
 
 
-def explain_refusal(mine: Trace, tried: Trace) -> Diagnosis | None:
-    """What a loss is that was refused as a mean of some rows, and not of those that were tried; None where it is one.
+_REFUSED = {
+    FaultName.MEAN_OF_MEANS: "of the rows of other micro-batches it was refused as a mean",
+    FaultName.NOT_FINITE: "of the rows of other micro-batches it is not finite, as a deviation of one row",
+}
 
-    A mean is refused of any rows: what is refused of some alone is a statistic of them, or clamped, or the like.
+
+def explain_refusal(mine: Trace, tried: Trace) -> Diagnosis | None:
+    """What a loss is that was refused of some rows, and not of those that were tried; None where the refusal says it.
+
+    A mean is refused of any rows: what is refused of some alone is a statistic of them, or clamped, or the like. So is
+    a term that is finite of the same rows in other company.
     """
-    if mine.facts.called != FaultName.MEAN_OF_MEANS or not tried.facts.probed or tried.facts.fault:
+    if mine.facts.called not in _REFUSED or not tried.facts.probed or tried.facts.fault:
         return None
     kinds = {kind: name for name, kind in tried.facts.additivity.items() if kind not in ("mean", "averaged")}
-    refused = "of the rows of other micro-batches it was refused as a mean"
+    refused = _REFUSED[FaultName(mine.facts.called)]
+    of_mean = mine.facts.called == FaultName.MEAN_OF_MEANS
     for kind, (fault, said) in _KINDS.items():
-        if kind in kinds:
+        if kind in kinds and (of_mean or f"term '{kinds[kind]}'" in mine.facts.fault):
             return build_diagnosis(fault, f"'{kinds[kind]}' {said}; {refused}")
-    if tried.facts.additivity:
+    if tried.facts.additivity or not of_mean:
         return None
     return build_diagnosis(FaultName.LOSS_BY_MICRO_BATCH, f"{refused}, and of those that were tried it was not")
 

@@ -92,8 +92,9 @@ class Pattern:
         return any(c.quantity in quantities for c in left)
 
     def distance_of(self, quantity: str) -> float:
-        """The largest relative difference of it, allowed or not; zero where it was not compared."""
-        return max((c.worst.size for c in self.compared if c.quantity == quantity), default=0.0)
+        """The largest relative difference of it, allowed or not; zero where it was not compared before that."""
+        found = (c.worst for c in self.compared if c.quantity == quantity)
+        return max((worst.size for worst in found if worst.step <= self.worst.step), default=0.0)
 
     @property
     def other_draws(self) -> str:

@@ -57,6 +57,7 @@ def probe_loss(facts: RunFacts, trial: Trial) -> None:
             sums, counts = ({subset: values[i][name] for subset, values in found.items()} for i in (0, 1))
             at_places = is_equal(turned[name], sums[rows], floor)  # else it draws, or depends on the places of rows
             kinds[name] = _kind(sums, counts, floor) if at_places else "places"
+        facts.carry_by_neighbours = _find_carried_beside(trial, rows)
         facts.additivity = {name: kind for name, kind in kinds.items() if kind}
         if {"statistic", "number"} & {*kinds.values()}:
             facts.by_number = _find_by_number(trial, rows)
@@ -115,6 +116,18 @@ def _find_by_number(trial: Trial, rows: Sequence[int]) -> str:
             off = np.abs(few[name] - value[:2]).max(initial=0)
             if off > trial.floor * np.abs(value).max(initial=0):
                 return name
+    return ""
+
+
+def _find_carried_beside(trial: Trial, rows: Sequence[int]) -> str:
+    """How the state that a row leaves for the next step differs with the rows beside it; empty if it does not."""
+    together = trial.view.carry(trial.take(rows), trial.scalars)
+    for row in rows if together else ():
+        alone = trial.view.carry(trial.take([row]), trial.scalars)
+        for name, value in together.items():
+            off = np.abs(value[row].astype(float) - alone[name][0].astype(float)).max(initial=0)
+            if off > trial.floor * np.abs(value).max(initial=0):
+                return f"the state '{name}' that loss() returns for a row is another where other rows are beside it"
     return ""
 
 

@@ -9,6 +9,7 @@ from unisono.data.loading.checksum import checksum
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import ModelView, Observer
 from unisono.proof.diagnoses.predictions import reproduces
+from unisono.proof.probes.backward_probe import find_on_the_way
 from unisono.proof.probes.state import describe_state, digest_kept
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.text import join_names
@@ -43,6 +44,9 @@ class PassProbe(Observer):
         if not self._is_first or loss is None or micro.idle:
             return
         self._is_first = False
+        model = getattr(self._view, "module", None)
+        if hasattr(model, "named_modules"):
+            self._facts.on_the_way = find_on_the_way(model, loss)
         once, again = (self._view.term_gradients(loss) for _ in range(2))
         for term, gradient in once.items():
             if gradient and not reproduces(gradient, again[term], _ROUNDING):

@@ -88,7 +88,7 @@ def repeat_call(task: Task, call: Callable[[], Any], is_same: Callable[[Any], bo
 
 def digest_attributes(task: Task) -> dict[str, int]:
     """A digest of everything that a task keeps, by attribute."""
-    return {name: _digest(value) for name, value in vars(task).items()}
+    return {name: digest_value(value) for name, value in vars(task).items()}
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def restore_state(task: Task, model: Any = None) -> Iterator[None]:
             generator. Nothing changes one in JAX in place.
     """
     kept = [*((task, name, value) for name, value in vars(task).items()), *find_kept(model).values()]
-    before = [(owner, name, _copy(value), _digest(value)) for owner, name, value in kept]
+    before = [(owner, name, _copy(value), digest_value(value)) for owner, name, value in kept]
     own = {*vars(task)}
     parameters = [(p, p.detach().clone()) for p in model.parameters()] if _is_of_torch(model, "nn.Module") else []
     try:
@@ -112,7 +112,7 @@ def restore_state(task: Task, model: Any = None) -> Iterator[None]:
         for parameter, values in parameters:  # an evaluation may have changed them
             parameter.data.copy_(values)
         for owner, name, value, digest in before:
-            changed = name not in vars(owner) or _digest(vars(owner)[name]) != digest
+            changed = name not in vars(owner) or digest_value(vars(owner)[name]) != digest
             if changed and value is not _NOT_COPIED:
                 vars(owner)[name] = value
         for name in {*vars(task)} - own:
@@ -132,7 +132,7 @@ def digest_kept(task: Task, model: Any, caches: bool = True) -> dict[str, int]:
     of_task = {f"self.{name}": digest for name, digest in digest_attributes(task).items()}
     found = {name: value for name, (_, _, value) in find_kept(model).items()}
     kept = {n: v for n, v in found.items() if caches or isinstance(v, _PLAIN) or _holds_modules(v)}
-    return of_task | {f"'{name}' of the model": _digest(value) for name, value in kept.items()}
+    return of_task | {f"'{name}' of the model": digest_value(value) for name, value in kept.items()}
 
 
 def _holds_modules(value: Any) -> bool:
@@ -182,10 +182,11 @@ def _size(value: Any) -> int:
 
 def digest_model(model: Any) -> dict[str, int]:
     """A digest of everything that a torch model keeps beside parameters and buffers, by its whole name."""
-    return {name: _digest(value) for name, (_, _, value) in find_kept(model).items()}
+    return {name: digest_value(value) for name, (_, _, value) in find_kept(model).items()}
 
 
-def _digest(value: Any) -> int:
+def digest_value(value: Any) -> int:
+    """A digest of a generator's state, or of a value; 0 of what has none, which is not watched."""
     if isinstance(value, np.random.Generator):
         return hash(repr(value.bit_generator.state))
     if isinstance(value, random.Random):
@@ -201,14 +202,14 @@ def _digest(value: Any) -> int:
 
 
 def _digest_generators(task: Task) -> dict[str, int]:
-    return {name: _digest(value) for name, value in vars(task).items() if _is_generator(value)}
+    return {name: digest_value(value) for name, value in vars(task).items() if _is_generator(value)}
 
 
 def _digest_globals(task: Task, model: Any) -> dict[str, int]:
     """A digest of every generator among the global names of the modules that task and model were written in."""
     modules = dict.fromkeys(type(one).__module__ for one in (task, model) if one is not None)
     return {
-        f"{name} of {module}": _digest(value)
+        f"{name} of {module}": digest_value(value)
         for module in modules
         for name, value in vars(sys.modules.get(module, object)).items()
         if _is_generator(value)

@@ -73,7 +73,7 @@ class Trial:
             return restored
 
         view = copy.copy(self.view)
-        for name in ("outputs", "sums", "draws"):
+        for name in ("outputs", "sums", "carry", "draws"):
             setattr(view, name, restoring(getattr(view, name)))
         return replace(self, view=view)
 

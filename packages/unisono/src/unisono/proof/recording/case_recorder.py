@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.checkpoint.core import commit
 from unisono.config.batch_split import BatchSplit, rows_of_sources
 from unisono.config.schema.run import RunConfig
+from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.plan import Plan, StreamPlan, rows_of_micro_batches
@@ -32,6 +34,7 @@ from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, diges
 from unisono.proof.probes.sample_probe import digest_samples
 from unisono.proof.probes.state import describe_state, restore_state
 from unisono.proof.probes.trial import Trial
+from unisono.proof.probes.update_probe import probe_update
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import (
     INITIAL_BUFFERS,
@@ -39,6 +42,7 @@ from unisono.proof.recording.trace import (
     StepFacts,
     Trace,
     is_recorded,
+    read_tensors,
     trace_folder,
     write_facts,
 )
@@ -242,6 +246,7 @@ class _CaseRun:
         if self.config.layout.engine == "torch":
             facts.overlapping = find_overlapping(view.module)
         facts.crosses = resolve_features(self.task).cross_sample or ""
+        facts.sharded = self.config.layout.strategy in ("fsdp", "hsdp")
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after
         if case.starts_from:
@@ -268,7 +273,8 @@ class _CaseRun:
         count = len(self.source) if hasattr(self.source, "__len__") else -1
         facts.source_rows = [rows for rows in communicator.gather(count, "the rows of the data") if rows >= 0]
         facts.first_samples = communicator.gather(self.digests, "digests of the first samples")
-        facts.random = any(communicator.gather(self.engine.random, "whether random numbers were drawn"))
+        drew = self.engine.random or self.engine.view.draws_backward
+        facts.random = any(communicator.gather(drew, "whether random numbers were drawn"))
         reasons = communicator.gather(facts.unrepeatable, "whether the data can be read again")
         facts.unrepeatable = next(filter(None, reasons), "")
         if self.lower is not None:
@@ -278,6 +284,8 @@ class _CaseRun:
             self._evaluate(self.held_out, facts)
         if case.repeats_update:
             self._update_as_reference()
+        elif 1 in case.saves and facts.probed and self.config.layout.engine == "torch":
+            self._probe_update(facts)
 
     def _check_room(self) -> None:
         """Refuse a model whose traces the disk has no room for, on all ranks, before the first is written."""
@@ -343,6 +351,20 @@ class _CaseRun:
             view = self.engine.view
             view.update_from(gradients, 1, self.scalars(1))
             self.recorder.write("update", 1, view.whole("parameters") | view.whole("optimizer state"))
+
+    def _probe_update(self, facts: RunFacts) -> None:
+        """Make the second update again, to see what decides it beside gradients and state."""
+        from unisono.engines.torch.engine import TorchEngine
+
+        assert isinstance(self.engine, TorchEngine)
+        view, optimizer = self.engine.view, self.engine.train_state.optimizer
+        gradients = read_tensors(self.folder, "clipped gradients", 1)
+        with restore_global_generators(), view.without_side_effects():
+            load, update = (
+                partial(self._load, self.case.name, 1),
+                partial(view.update_from, step=1, scalars=self.scalars(1)),
+            )
+            probe_update(facts, view, optimizer, gradients, load, update)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class RunFacts:
     overlapping: list[list[str]] = field(default_factory=list)  # parameters that are several, in the same memory
     initial_buffers: list[str] = field(default_factory=list)  # that do not begin the same on all ranks, with these
     crosses: str = ""  # `rows` or `whole`, where the loss crosses samples
-    random: bool = False  # whether a forward pass draws random numbers
+    random: bool = False  # whether a pass draws random numbers
     lower: list[str] = field(default_factory=list)  # what computes in fewer bits than the run has: `module: dtype`
     attention: bool = False  # whether it used one of torch's fused kernels for scaled dot product attention
     kernels: dict[str, str] = field(default_factory=dict)  # which the task has chosen, by setting
@@ -149,6 +149,7 @@ class RunFacts:
     unstable_samples: str = ""  # why `sample` or `collate` gives something else for the same rows
     unstable_loss: str = ""  # why the loss of the same outputs is another each time
     unstable_gradient: str = ""  # why the gradient of the same loss is
+    on_the_way: list[str] = field(default_factory=list)  # what the user has put between loss and update, with its line
     padding: str = ""  # how padding to the longest row of a micro-batch changes its loss
     collated: str = ""  # how `collate` gives a row other numbers beside others
     overwritten: str = ""  # the array of a batch that `outputs` or `loss` changes in place
@@ -161,6 +162,15 @@ class RunFacts:
     # Metrics (`metric/NAME sum`, `metric/NAME count`) and totals (`total/NAME`) that are no sums over rows, and how.
     unsummed: dict[str, str] = field(default_factory=dict)
     by_number: str = ""  # an output that is another for the same rows where more are in the batch, if the loss is, too
+    carry_by_neighbours: str = ""  # how the state that a row leaves for the next step depends on the rows beside it
+
+    # The update by itself: from which generators the optimizer draws, and where; what it keeps beside its state, and
+    # changes; the parameters of whose elements some move otherwise where the gradients of others are others. And
+    # whether each process of this run has a part of every parameter.
+    update_draws: str = ""
+    kept_by_optimizer: str = ""
+    coupled: str = ""
+    sharded: bool = False
 
     # The evaluation after the last step, rank by rank, once and again; and a digest of every held-out micro-batch.
     evaluation: list[dict[str, float]] = field(default_factory=list)
