@@ -124,6 +124,11 @@ def test_columns_of_strings_and_none_stay_on_the_host() -> None:
         Least().collate([{"words": ["a", "b"]}, {"words": ["c", None]}])
 
 
+class Stateless(Least):
+    def initial_carry(self, batch: Any) -> Any:
+        return None
+
+
 class Unnamed(Least):
     def initial_carry(self, batch: Any) -> Any:
         return torch.zeros(3, 2)
@@ -131,6 +136,7 @@ class Unnamed(Least):
 
 def test_a_state_without_names_is_refused() -> None:
     """It ended in "'Tensor' object has no attribute 'items'"."""
+    assert resolve_features(Stateless()).initial_carry({}) is None
     with pytest.raises(ConfigError, match=r"Unnamed.initial_carry returns a Tensor; it has to be a dict of tensors by"):
         resolve_features(Unnamed()).initial_carry({})
     with pytest.raises(ConfigError, match=r"Loss\(carry=…\) is given a Tensor; it has to be a dict of tensors by name"):

@@ -327,9 +327,9 @@ class TaskFeatures:
         Raises:
             ConfigError: if it has no names.
         """
-        if self.recurrent is None:
+        carry: Any = None if self.recurrent is None else self.recurrent.initial_carry(batch)
+        if carry is None:
             return None
-        carry = self.recurrent.initial_carry(batch)
         if not isinstance(carry, Mapping):
             raise ConfigError(
                 f"{type(self.recurrent).__name__}.initial_carry returns a {type(carry).__name__}; it has to be a dict "

@@ -201,9 +201,10 @@ class Loss:
             )
         if any(hasattr(weight, "requires_grad") for weight in self.weights.values()):
             raise ConfigError("loss weights must be numbers, not tensors; multiply learned weights into the sums")
-        if not isinstance(self.carry, Mapping | None):
+        carry: Any = self.carry  # whatever a task gives
+        if carry is not None and not isinstance(carry, Mapping):
             raise ConfigError(
-                f"Loss(carry=…) is given a {type(self.carry).__name__}; it has to be a dict of tensors by name, as "
+                f"Loss(carry=…) is given a {type(carry).__name__}; it has to be a dict of tensors by name, as "
                 "initial_carry() returns it"
             )
 
