@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from packages.unisono.tests.proof.patterns import (
+    EVEN,
     SUMS,
     UNEVEN,
     diagnose,
@@ -225,6 +226,20 @@ def test_a_loss_that_differs_alone_is_that_of_some_rows_or_nobody_knows(tmp_path
 def test_what_differs_where_replicas_differ_after_it_comes_of_other_weights(tmp_path: Path, first: str) -> None:
     found = told(tmp_path, failed(first, 2, mine=1.1, reference=1.0), failed("replicas", 2), random=True).fault
     assert found == "Replicas drift apart"
+
+
+@pytest.mark.parametrize(
+    ("apart", "fault"),
+    [(["ema/a"], "The moving average drifts"), (["a", "ema/a"], "Replicas drift apart")],
+    ids=["average", "weights too"],
+)
+def test_a_loss_that_differs_with_an_average_alone_may_read_it(tmp_path: Path, apart: list[str], fault: str) -> None:
+    """As where one rank alone updates the teacher from which all learn."""
+    found = trace(tmp_path / "mine", EVEN, random=True), trace(tmp_path / "one", [[8], [8]])
+    found[0].facts.steps[1].replicas = [f"'{name}' is not the same on ranks [0] and [1]" for name in apart]
+    told = diagnose(found, loss(2), failed("replicas", 2))
+    assert told.fault == fault
+    assert ("'ema/a' is not the same on ranks [0] and [1], and their weights are" in told.because) == (len(apart) == 1)
 
 
 @pytest.mark.parametrize("mine", [2.0, 0.5])

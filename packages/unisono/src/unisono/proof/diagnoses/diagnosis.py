@@ -301,8 +301,8 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
 
 
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
-    if pattern.step.replicas and all(detail.startswith("'ema/") for detail in pattern.step.replicas):
-        return build_diagnosis(FaultName.EMA_DRIFT, f"{pattern.step.replicas[0]}, and their weights are")
+    if average := pattern.average_apart:
+        return build_diagnosis(FaultName.EMA_DRIFT, f"{average}, and their weights are")
     first = f": {pattern.step.replicas[0]}" if pattern.step.replicas else ""
     return build_diagnosis(FaultName.REPLICA_DRIFT, f"what rank 0 has is that of one process, and others differ{first}")
 

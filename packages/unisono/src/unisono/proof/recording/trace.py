@@ -46,6 +46,8 @@ QUANTITIES = (
     "evaluation",
 )
 
+AVERAGE = "'ema/"  # how it begins what replicas of a moving average differ in
+
 
 @dataclass
 class Part:

@@ -24,6 +24,7 @@ from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.scripts.judging import script_rows, self_check
 from unisono.proof.scripts.judging.evaluation_rows import judge_evaluation
+from unisono.proof.scripts.judging.optimizer_settings import add_settings
 from unisono.proof.scripts.judging.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
     LATE,
@@ -34,6 +35,7 @@ from unisono.proof.scripts.judging.script_comparison import (
     drop_unrepeatable_reports,
     find_other_buffers,
     have_same_copies,
+    is_port_taken,
     name_local_statistics,
 )
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
@@ -279,7 +281,7 @@ def _explain_fp32(runs: ScriptRuns) -> str:
 
 def _may_be_of_fp64(error: WorkerError) -> bool:
     """Whether the script may run in fp32: it has raised, for no known reason but its precision."""
-    if LATE in str(error):
+    if LATE in str(error) or is_port_taken(error):
         return False
     name = diagnosis.diagnose_error(error.fault, str(error)).fault
     return name in (FaultName.ERROR, FaultName.MIXED_PRECISIONS)
@@ -360,6 +362,8 @@ def _complete(
     if first and check.failed in judged.invariants and first.quantity not in ("initial parameters", "sample ids"):
         same_step = check.failed is not None and check.failed.worst.step == first.worst.step
         judged.diagnosis = check.diagnosis if same_step else judged.diagnosis
+    if first and judged.diagnosis is not None:
+        judged.diagnosis = add_settings(judged.diagnosis, mine, reference, first.worst.step)
 
 
 def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_check.SelfCheck) -> None:

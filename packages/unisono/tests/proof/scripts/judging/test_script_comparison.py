@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
+from unisono.launch.processes.local_processes import WorkerError
+from unisono.proof.cases import Case
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.recording.trace import write_tensors
+from unisono.proof.scripts import script_proof
+from unisono.proof.scripts.judging import script_comparison
 from unisono.proof.scripts.judging.parameter_pieces import drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
+    ScriptRuns,
     differ_in_order_alone,
     drop_unrepeatable_reports,
     find_local_statistics,
@@ -19,6 +24,7 @@ from unisono.proof.scripts.judging.script_comparison import (
 )
 from unisono.proof.scripts.judging.self_check import SelfCheck
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, fill_reports
+from unisono.proof.scripts.recording.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import choose_losses, note_reduction
 from unisono.proof.verdict import Verdict
 
@@ -155,3 +161,23 @@ def test_a_queue_with_the_same_rows_in_another_order_is_told_from_other_rows(
         traces.append(write_script_trace(tmp_path / name, [[RankFacts()]]))
         write_tensors(tmp_path / name, "buffers", 0, {"queue": np.array(rows), "count": np.ones(1)})
     assert differ_in_order_alone(*traces, 1e-12) == alike
+
+
+@pytest.mark.parametrize(("taken", "started"), [(0, 1), (2, 3), (9, 3)])
+def test_a_run_whose_port_another_program_has_taken_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int, started: int
+) -> None:
+    """It is no error of the script, and none of its precision."""
+    starts: list[str] = []
+
+    def run(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrace:
+        starts.append(case.name)
+        if len(starts) <= taken:
+            raise WorkerError("rank 0: DistNetworkError: failed to listen, code: -98, name: EADDRINUSE", 1)
+        return write_script_trace(root / "trace", [[RankFacts()]])
+
+    monkeypatch.setattr(script_comparison, "run_case", run)
+    runs = ScriptRuns(ScriptRun("train.py", "fp64", 10.0), {1: [], 2: []}, tmp_path, quiet=True)
+    assert (runs.record(runs.cases[0]) is not None) == (taken < 3)
+    assert len(starts) == started
+    assert not any(script_proof._may_be_of_fp64(error) for error in runs.ended.values())

@@ -144,3 +144,23 @@ def test_other_inputs_explain_nothing_of_the_steps_before(tmp_path: Path) -> Non
     mine.ranks[1][-1].inputs = ["x", "u"]
     why, since = explain_other_rows(mine, reference)
     assert ("rows of the same numbers gave other inputs" in why, since) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "shared"),
+    [
+        (("int64 (8,)", "int64 (8,)", "int64 (16,)"), True),
+        (("int64 (9,)", "int64 (7,)", "int64 (16,)"), True),  # to the last token
+        (("int64 (8,)", "int64 (7,)", "int64 (16,)"), False),  # padding
+        (("int64 (16,)", "int64 (16,)", "int64 (16,)"), False),  # twice the rows
+    ],
+)
+def test_parts_of_rows_without_numbers_are_no_larger_batch(
+    tmp_path: Path, shapes: tuple[str, ...], shared: bool
+) -> None:
+    """As where ranks share a sequence, and no `DataLoader` says which one it is."""
+    inputs = (["a", "b"], ["c", "d"], ["e", "f"])
+    many, one = write_runs(tmp_path, [[[], []]], [[]], inputs, shapes=shapes)
+    why, step = explain_other_rows(many, one)
+    assert ("share every row" in why, step) == (shared, 1)
+    assert ("the global batch is another" in why) == (not shared)

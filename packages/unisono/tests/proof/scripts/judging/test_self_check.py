@@ -221,6 +221,11 @@ def test_parameters_that_their_owners_send_to_others_after_the_update_are_no_dri
     assert {c.quantity for c in check.found if c.mark == "PASS"} >= {self_check.EQUAL, self_check.REDUCED}
 
 
+def test_a_moving_average_that_ranks_have_not_alike_says_nothing_of_how_parameters_are_sent(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, build_ranks(), build_ranks_that_begin(1, 1), replicas="ema/a")
+    assert self_check.check_run(trace).inside == ""
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_parameters_that_come_together_before_the_next_update_leave_the_question_open(
     tmp_path: Path, together: bool

@@ -44,6 +44,7 @@ from unisono.runtime.text import join_names
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
 LATE = "it did not finish within"  # how the error of a run begins that took too long
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
 
 
@@ -129,8 +130,14 @@ class ScriptRuns:
         several = (world for world in self.arguments if world > 1)
         return [one, again, *(Case(f"{world} processes", world, {}, precision, one.name) for world in several)]
 
-    def record(self, case: Case) -> ScriptTrace | None:
-        """Run a case; None if it ended with an error."""
+    def record(self, case: Case, starts: int = 3) -> ScriptTrace | None:
+        """Run a case; None if it ended with an error.
+
+        Args:
+            case: to run.
+            starts: how often at most, if another program has taken the port at which the script's processes meet
+                between its choice and their start.
+        """
         if not self.quiet:
             say(f"{case.name} …", error=True)
         start = f"{self.run.precision}-{case.name}-{self.run.by_fabric:d}".replace(",", "").replace(" ", "-")
@@ -146,6 +153,8 @@ class ScriptRuns:
             if wants_fabric(error) and not self.run.by_fabric:
                 self.run = replace(self.run, by_fabric=True)
                 return self.record(case)
+            if is_port_taken(error) and starts > 1:
+                return self.record(case, starts - 1)
             self.ended[case.name] = error
         return self.traces.get(case.name)
 
@@ -170,6 +179,11 @@ class ScriptRuns:
     def judge(self, adaptive: bool, cases: Sequence[Case] = ()) -> tuple[list[Verdict], list[Verdict]]:
         """Compare the runs on many processes with that on one; their verdicts, and those of single runs."""
         return judgement.judge_cases([*cases] or self.cases, self.traces, adaptive, self.ended)
+
+
+def is_port_taken(error: local_processes.WorkerError) -> bool:
+    """Whether a run ended since its processes could not meet at a port, which another program has."""
+    return bool(_PORT_TAKEN.search(str(error)))
 
 
 def find_local_statistics(mine: ScriptTrace, reference: ScriptTrace, until: int | None = None) -> list[str]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from unisono.proof.scripts.judging.self_check import computes_in_parts
-from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, find_conclusive_steps, have_same_inputs
+from unisono.proof.scripts.recording.rank_facts import (
+    RankFacts,
+    ScriptTrace,
+    describe_parts_of_rows,
+    find_conclusive_steps,
+    have_same_inputs,
+)
 
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
 _UNSEEN = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
@@ -119,6 +125,8 @@ def _explain_inputs(mine: ScriptTrace, reference: ScriptTrace, step: int) -> str
             return ""
         return f"{at}: all ranks are given the same {len(own)} inputs in every step, one process others"
     if step == 0 and len(a) != len(b):
+        if parts := describe_parts_of_rows(ours, reference.ranks[step][0]):
+            return f"{at}: {parts}"
         return _describe_batches(len(a), len(b), ours)
     for fewer, more, less, full in ((a, b, "many", "one process"), (b, a, "one process", "many")):
         if step and not Counter(fewer) - Counter(more):  # the steps before had the same rows

@@ -18,7 +18,7 @@ from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.invariants import EQUAL_BUFFERS
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
-from unisono.proof.recording.trace import Array
+from unisono.proof.recording.trace import AVERAGE, Array
 from unisono.proof.scripts.judging.gradient_sums import (
     ROUNDING,
     describe_changed,
@@ -267,7 +267,7 @@ def _follow_gradients(steps: Sequence[_Step], parted: bool) -> tuple[dict[str, _
     failures: dict[str, _Failure] = {}
     inside = ""
     for step in steps:
-        replicas = step.facts.replicas
+        replicas = [said for said in step.facts.replicas if not said.startswith(AVERAGE)]  # no parameter
         if not step.unequal:
             if replicas and _is_undone(step, inside == SENT):
                 inside = SENT

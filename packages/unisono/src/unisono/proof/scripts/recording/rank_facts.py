@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -32,6 +34,7 @@ class RankFacts:
         parted: whether its model computes with pieces of parameters (tensor parallel), so that ranks share their rows.
         sources: how many rows each data set of a `DataLoader` has; -1 where that is not known.
         drawn: by generator that has drawn outside of forward passes since the update before, a digest of its state.
+        settings: the numbers that its optimizer computes with beside learning rates, group by group and by name.
         exchanged: the collectives inside of passes, with the line that has called each.
     """
 
@@ -49,6 +52,7 @@ class RankFacts:
     parted: bool = False
     sources: list[int] = field(default_factory=list)
     drawn: dict[str, int] = field(default_factory=dict)
+    settings: list[dict[str, list[float]]] = field(default_factory=list)
     exchanged: list[str] = field(default_factory=list)
 
 
@@ -88,6 +92,33 @@ def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, floa
 def have_same_inputs(seen: Sequence[RankFacts]) -> bool:
     """Whether the model was given the same inputs on every rank of a step."""
     return all(rank.inputs == seen[0].inputs for rank in seen[1:])
+
+
+def describe_parts_of_rows(seen: Sequence[RankFacts], one: RankFacts) -> str:
+    """In words, that ranks seem to share every row, a part of a sequence each; empty where they do not.
+
+    Args:
+        seen: what ranks saw of a step.
+        one: what one process saw of it.
+    """
+    shapes = [rank.shape for rank in seen]
+    if len(seen) == 1 or not one.inputs or one.shape in shapes:
+        return ""
+    if any(len(rank.inputs) != len(one.inputs) for rank in seen):
+        return ""
+    if sum(map(_count_elements, shapes)) != _count_elements(one.shape):
+        return ""
+    return (
+        f"every rank is given {len(one.inputs)} rows of the shape {shapes[0]}, and one process as many of {one.shape}; "
+        "where ranks share every row, a part of a sequence each, only the numbers of a DataLoader's rows tell that "
+        "they are the same rows"
+    )
+
+
+def _count_elements(shape: str) -> int:
+    """Of a row, by what `RankFacts.shape` says of its tensors."""
+    sizes = re.findall(r"\(([^)]*)\)", shape)
+    return sum(math.prod(int(size) for size in one.split(",") if size.strip()) for one in sizes)
 
 
 def find_conclusive_steps(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:

@@ -338,6 +338,7 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.seen.settings = model_facts.read_settings(optimizer)
         if self._ema is None:
             self._write_copies()
         own = {id(parameter) for parameter in model_facts.held_parameters(optimizer)}

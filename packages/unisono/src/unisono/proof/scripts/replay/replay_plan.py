@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace, describe_parts_of_rows
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.row_exchange import How
 from unisono.runtime.text import join_names
@@ -35,6 +35,8 @@ def plan_replay(mine: ScriptTrace, reference: ScriptTrace) -> ReplayPlan:
         facts = read_reading(mine.folder, rank)
         if facts is None or facts.reason:
             return ReplayPlan(None, facts.reason if facts else "the script records itself")
+    if parts := describe_parts_of_rows(mine.ranks[0], reference.ranks[0][0]):
+        return ReplayPlan(None, f"step 1: {parts}")
     found: set[How] = set()
     for step, (seen, one) in enumerate(zip(mine.ranks, reference.ranks, strict=False), 1):
         several, alone = [len(rank.losses) for rank in seen], len(one[0].losses)
