@@ -273,6 +273,25 @@ def test_a_clipping_of_every_unsynchronised_pass_is_known_by_the_factors_of_rank
     assert found == ("Clipped before synchronisation" if known else "The gradients depend on the layout")
 
 
+@pytest.mark.parametrize(("weights", "told"), [([4.0, 2.0, 1.0], True), ([4.0, 2.0, 1.5], False)])
+def test_what_is_added_up_over_ranks_after_every_pass_is_in_the_sum_by_powers_of_their_number(
+    tmp_path: Path, weights: list[float], told: bool
+) -> None:
+    passes = [[{n: RNG.normal(size=v.shape) for n, v in WIDE.items()} for _ in weights] for _ in range(2)]
+    made, right = (
+        {n: sum(w * one[n] for own in passes for w, one in zip(each, own, strict=True)) for n in WIDE}
+        for each in (weights, [1.0] * 3)
+    )
+    mine, reference = trace(tmp_path / "mine", EVEN, made), trace(tmp_path / "one", [[8], [8]], right)
+    for rank, own in enumerate(passes):
+        values = {f"{number}/{n}": v.ravel() for number, one in enumerate(own) for n, v in one.items()}
+        write_tensors(mine.folder, f"local gradients {rank}", 0, values)
+    found = diagnose((mine, reference), failed("raw gradients", 1))
+    assert f"in the sum {weights[0]:.4g}, 2, {weights[2]:.4g}" in found.because
+    assert ("after every backward pass, and not once" in found.because) == told
+    assert ("once per update" in found.remedy) == told
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_some_gradients_that_are_clipped_by_the_norm_of_these_alone_are_told(tmp_path: Path, own: bool) -> None:
     """As `clip_grad_norm_` does with the parameters that this rank's part of a ZeRO optimizer holds."""

@@ -6,8 +6,10 @@ any, say which fault it is; a fault whose weights, or whose rounding, reproduce 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from unisono.runtime.text import join_names
 _BF16_ROUNDING = 1e-2  # more than a tensor differs when it was rounded to bf16
 _CLIPPED = 1e-4  # a norm comes so near to its limit, to which some add 1e-6 before they divide
 _FITTED = 1e-6  # a weight that was fitted is known so well
+_REDUCE_ONCE = "reduce what was accumulated once per update, with the last backward pass"
 
 
 def diagnose_gradients(pattern: Pattern) -> Diagnosis:
@@ -251,7 +254,18 @@ def _diagnose_weights(pattern: Pattern, weights: list[float]) -> Diagnosis:
         detail = f"micro-batches {absent[:8]} are missing from the sum, and the others are in it alike"
         return build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
     detail = f"micro-batches are in the sum {_shown(weights)} times, instead of once; these are not means of means"
-    return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
+    neutral = build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
+    if not _are_summed_by_pass(pattern, weights):
+        return neutral
+    detail += ": what a rank had accumulated was added up over ranks after every backward pass, and not once"
+    return replace(neutral, because=detail, remedy=_REDUCE_ONCE)
+
+
+def _are_summed_by_pass(pattern: Pattern, weights: Sequence[float]) -> bool:
+    """Whether every backward pass of each rank is in the sum N times as often as the one after it."""
+    size, each = pattern.world_size, zip((rank for rank, _ in pattern.shares), weights, strict=True)
+    pairs = [(a, b) for (rank, a), (other, b) in itertools.pairwise(each) if rank == other]
+    return size > 1 and bool(pairs) and all(predictions.is_equal(a, size * b, _FITTED) for a, b in pairs)
 
 
 def _diagnose_regrouped(pattern: Pattern) -> Diagnosis | None:
