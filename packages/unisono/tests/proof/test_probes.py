@@ -38,6 +38,9 @@ class View:
     def without_side_effects(self) -> Iterator[None]:
         yield
 
+    def carry(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Any]:
+        return {}
+
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         return {"term": float(self._loss(micro.arrays["x"]))}
 
