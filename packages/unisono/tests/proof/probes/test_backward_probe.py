@@ -41,7 +41,7 @@ def test_hooks_backward_functions_and_frequencies_are_found_with_their_lines() -
     head.bias.register_post_accumulate_grad_hook(again)
     total = Reversed.apply(head(model["words"](torch.tensor([0, 1])))).sum()  # type: ignore[no-untyped-call]
     found = find_on_the_way(model, Loss({"a": total, "b": torch.zeros(())}))
-    file = "packages/unisono/tests/proof/test_backward_probe.py"
+    file = "packages/unisono/tests/proof/probes/test_backward_probe.py"
     lines = [one.__code__.co_firstlineno for one in (twice, again, Reversed.backward)]
     assert [one.replace(file, "task.py") for one in found] == [
         "'words', an Embedding with scale_grad_by_freq=True",
