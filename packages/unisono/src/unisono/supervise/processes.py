@@ -90,10 +90,11 @@ def find_descendants(roots: Iterable[Process]) -> list[Process]:
 
 def kill_all(roots: Iterable[Process]) -> list[Process]:
     """Kill processes and their descendants; return those that still exist after some seconds."""
-    roots = list(roots)
+    seen = {process.pid: process for process in roots}
     deadline = time.monotonic() + _PATIENCE
-    while left := find_descendants(roots):  # repeated, since a process may have started another meanwhile
+    while left := find_descendants(seen.values()):  # repeated, since a process may have started another meanwhile
         for process in left:
+            seen[process.pid] = process  # its parent may be gone before it is, and it in a group of its own
             with suppress(ProcessLookupError, PermissionError):
                 if refresh(process):
                     os.kill(process.pid, signal.SIGKILL)
