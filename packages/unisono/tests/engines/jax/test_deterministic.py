@@ -1,6 +1,6 @@
 """`layout.deterministic` reaches XLA before JAX starts, or is refused.
 
-Whether a GPU then gives the same bits twice is not shown here: a CPU has no kernels that the flag changes.
+Two runs on a CPU give the same bits; whether a GPU does, is not shown here: a CPU has no kernels that the flag changes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import os
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import yaml
 
-from packages.unisono.tests.engines.jax.test_processes import train
+from packages.unisono.tests.engines.jax.test_processes import steps, train
 from packages.unisono.tests.jax_runs import configuration, layout
+from packages.unisono.tests.runs import saved_arrays
 from unisono.engines.jax.parallel import runtime
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -35,6 +37,18 @@ def test_xla_compiles_with_the_flag_and_the_run_records_it(tmp_path: Path, words
         assert steps
         assert all(("xla_gpu_deterministic_ops: true" in options) == (switch == "true") for options in steps)
         assert yaml.safe_load((run / "config.yaml").read_text())["layout"]["deterministic"] == (switch == "true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("layout.world_size=2",)], ids=["one process", "two processes"])
+def test_two_deterministic_runs_on_a_cpu_are_equal_bit_for_bit(tmp_path: Path, words: tuple[str, ...]) -> None:
+    given = ("train.steps=8", "train.precision=fp32", "layout.deterministic=true", *words)
+    one, two = (train(tmp_path, name, *given) for name in ("one", "two"))
+    losses = [[step["loss"] for step in steps(run)] for run in (one, two)]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 8
+    mine, others = saved_arrays(one), saved_arrays(two)
+    assert mine.keys() == others.keys() and len(mine) > 4
+    assert all(np.array_equal(mine[name], others[name]) for name in mine)
 
 
 def test_where_jax_was_started_before_the_switch_is_refused_unless_it_has_the_flag(
