@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 from benchmarks import checkout
@@ -94,9 +93,9 @@ def make_step(recipe: str, words: list[str]) -> dict[str, float] | None:
     split = resolve_split(config)
     loader = Loader.from_config(task, source, plan, split, process, config)
     engine = TorchEngine(EngineJob(task, config, process, communicator, split, check_updates=False))
-    steps, scalars = list(islice(loader.steps(), 2)), ScheduledScalars(config, plan.steps)
-    engine.setup(steps[0], scalars(0))
-    engine.step(steps[0], 0, scalars(0))  # after which the optimizer has its state
+    first, scalars = next(iter(loader.steps())), ScheduledScalars(config, plan.steps)
+    engine.setup(first, scalars(0))
+    engine.step(first, 0, scalars(0))  # after which the optimizer has its state
     state, found = engine.train_state, dict[str, float]()
 
     class Look(Observer):
@@ -106,13 +105,13 @@ def make_step(recipe: str, words: list[str]) -> dict[str, float] | None:
     engine.observe(Look())
     found["parameters"] = size_of(state.module.parameters())
     found["optimizer"] = size_of(value for one in state.optimizer.state.values() for value in one.values())
-    arrays = [array for micro in steps[1] for array in micro.arrays.values()]
+    arrays = [array for micro in first for array in micro.arrays.values()]
     before = found["parameters"] + found["optimizer"] + size_of(state.module.buffers())
     before += sum(array.nbytes for array in arrays if hasattr(array, "nbytes"))
     if config.layout.strategy == "ddp":
         before += found["parameters"]  # its buckets, of which gradients are views
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        engine.step(steps[1], 1, scalars(1))
+        engine.step(first, 1, scalars(1))  # the rows of the plan: those of another step may be longer
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
