@@ -131,6 +131,21 @@ def test_files_are_told_with_what_they_hold(tmp_path: Path) -> None:
     assert len({file["digest"] for file in rows.manifest["files"]}) == 3
 
 
+def test_metadata_of_several_files_are_those_of_one(tmp_path: Path) -> None:
+    split = [{"sample_name": list(SAMPLES), "age": METADATA["age"]}, {k: v for k, v in METADATA.items() if k != "age"}]
+    paths = [studies.write_rows(tmp_path / f"{n}.tsv", part) for n, part in enumerate(split)]
+    given = {"target": "age", "group": "subject", "covariates": ["state"]}
+    config = study(tmp_path, **given)
+    several = Study.model_validate({**config.model_dump(), "metadata": paths})
+    whole, joined = open_library(config), open_library(several)
+    assert joined.fingerprint == whole.fingerprint
+    assert joined.facts() == whole.facts()
+    assert [file["name"] for file in joined.manifest["files"]] == ["table.biom", "0.tsv", "1.tsv", "tree.nwk"]
+    studies.write_rows(paths[1], {name: values[2:] for name, values in split[1].items()})
+    with pytest.raises(DataError, match=r"2 of 8 samples \('s1', 's2'\) are not in the join of .*0\.tsv and .*1\.tsv"):
+        open_library(several)
+
+
 # distances --------------------------------------------------------------------------------------------------------
 
 

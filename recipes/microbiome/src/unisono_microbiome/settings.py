@@ -104,7 +104,9 @@ class Study(Samples):
 
     kind: Literal["study"]
     table: Path = Field(description="reads per taxon and sample: BIOM, HDF5 or JSON")
-    metadata: Path | None = Field(None, description="metadata of the samples, tab-separated or .csv")
+    metadata: Path | Annotated[list[Path], Field(min_length=1)] | None = Field(
+        None, description="metadata of the samples, tab-separated or .csv; several files are joined by the samples' ids"
+    )
     id_column: str | None = Field(None, description="metadata column with the sample ids; null: the first")
     white_space: Literal["stop", "strip"] = Field(
         "stop", description="white space around column names and values of the metadata; strip: remove it"
@@ -120,6 +122,12 @@ class Study(Samples):
         None, description="tab-separated: taxon, lineage; null: that of the table, if it has one"
     )
     fasta: Path | None = Field(None, description="sequences of the taxa; null: their ids are their sequences")
+
+    @property
+    def metadata_files(self) -> list[Path]:
+        """The files of `metadata`: none, one, or several."""
+        given = self.metadata
+        return [] if given is None else given if isinstance(given, list) else [given]
 
 
 class Simulated(Samples):

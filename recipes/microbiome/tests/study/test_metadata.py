@@ -10,7 +10,7 @@ import pytest
 from recipes.microbiome.tests.studies import METADATA, SAMPLES, changed, write_rows
 from unisono.runtime.errors import ConfigError, DataError
 from unisono_microbiome.settings import MISSING
-from unisono_microbiome.study.metadata import is_missing, parse_number, parse_target, read_metadata
+from unisono_microbiome.study.metadata import is_missing, join_metadata, parse_number, parse_target, read_metadata
 
 
 def test_columns_are_aligned_to_the_samples(tmp_path: Path) -> None:
@@ -88,6 +88,36 @@ def test_a_file_that_is_no_text_or_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_column_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.id_column=sample: .*no such column, did you mean 'sample_name'"):
         read_metadata(write_rows(tmp_path / "m.tsv", METADATA), "data.metadata", "sample")
+
+
+def test_several_files_are_joined_by_id_as_qiime_does(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.tsv", tmp_path / "other.csv"
+    one.write_text("id\tage\tsite\n#q2:types\tnumeric\t\ns1\t3\tgut\ns2\t4\tskin\ns3\t5\tgut\n")
+    other.write_text("sample,dose\n#q2:types,categorical\n#q2:missing,INSDC:missing\ns3,1\ns4,2\ns1,missing\n")
+    found = join_metadata([read_metadata(path, "data.metadata") for path in (one, other)], "data.metadata")
+    assert found.ids == ["s1", "s3"]
+    assert found.columns == {"id": ["s1", "s3"], "age": ["3", "5"], "site": ["gut", "gut"], "dose": ["missing", "1"]}
+    assert found.types == {"age": "numeric", "dose": "categorical"}
+    assert "not collected" in found.missing["dose"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("id\tage\ns1\t3\n", r"columns of the same name: 'age' in \S*one\.tsv and \S*other\.tsv; remove or rename"),
+        ("name\tid\ns1\t3\n", r"columns of the same name: 'id' in "),
+        (
+            "name\tdose\nS1\t3\n",
+            r"no id is in all files: .*one\.tsv has 's1'; .*other\.tsv has 'S1'; choose data\.id_column",
+        ),
+    ],
+)
+def test_files_that_cannot_be_joined_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "one.tsv").write_text("id\tage\ns1\t3\n")
+    (tmp_path / "other.tsv").write_text(text)
+    tables = [read_metadata(tmp_path / name, "data.metadata") for name in ("one.tsv", "other.tsv")]
+    with pytest.raises(DataError, match=f"data.metadata: {told}"):
+        join_metadata(tables, "data.metadata")
 
 
 # what is to be predicted ------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
     if config.rarefy is not None:
         leave_out("shallow", table.depths < config.rarefy, f"have fewer reads than data.rarefy={config.rarefy}")
     if known is not None:
-        leave_out_absent("no_metadata", known.ids, f"{known.path} (data.metadata)", "; choose data.id_column")
+        leave_out_absent("no_metadata", known.ids, f"{known.source} (data.metadata)", "; choose data.id_column")
         for reason, key, name in _list_columns(config):
             markers = [*config.missing, *known.missing.get(name, ())]
             none = metadata_.is_missing(known.column(name, key), markers)
@@ -159,13 +159,14 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
 
 def _read_metadata(config: Study) -> Metadata | None:
     columns = _list_columns(config)
-    if config.metadata is None:
+    if not (paths := config.metadata_files):
         for _, key, name in reversed(columns):
             raise ConfigError(f"{key}={name} is a column of the metadata: set data.metadata")
         return None
     strip = config.white_space == "strip"
     used = [name for _, _, name in reversed(columns)]
-    found = metadata_.read_metadata(config.metadata, "data.metadata", config.id_column, strip, used)
+    read = [metadata_.read_metadata(path, "data.metadata", config.id_column, strip, used) for path in paths]
+    found = metadata_.join_metadata(read, "data.metadata", config.id_column)
     for _, key, name in reversed(columns):
         found.column(name, key)
     return found

@@ -281,7 +281,8 @@ class Library:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """The files, so that one that has changed can be named; see `unisono.sources`."""
-        paths = [getattr(self.config, key) for key in ("table", "metadata", "tree", "distances", "taxonomy", "fasta")]
+        config = self.config
+        paths = [config.table, *config.metadata_files, config.tree, config.distances, config.taxonomy, config.fasta]
         files = [{"name": path.name, "digest": file_hash(path)} for path in paths if path is not None]
         return {"fingerprint": self.fingerprint, "files": files}
 

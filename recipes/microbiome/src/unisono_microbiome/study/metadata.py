@@ -32,7 +32,7 @@ class Metadata:
     """A table of strings.
 
     Attributes:
-        path: where it was read.
+        source: where it was read, as messages show it.
         ids: of the rows.
         columns: values per column, the ids' among them.
         types: `numeric` or `categorical`, of the columns that a row `#q2:types` describes.
@@ -40,7 +40,7 @@ class Metadata:
             describes.
     """
 
-    path: Path
+    source: str
     ids: list[str]
     columns: dict[str, list[str]]
     types: dict[str, str]
@@ -49,13 +49,48 @@ class Metadata:
     def column(self, name: str, key: str) -> list[str]:
         """The values of a column that a setting names; one that is not there is refused."""
         if name not in self.columns:
-            raise ConfigError(f"{key}={name}: {self.path} has no such column, {nearest(name, self.columns)}")
+            raise ConfigError(f"{key}={name}: {self.source} has no such column, {nearest(name, self.columns)}")
         return self.columns[name]
 
     def align(self, samples: Sequence[str]) -> dict[str, list[str]]:
         """The columns restricted to these samples, all of which must be present."""
         row = {name: number for number, name in enumerate(self.ids)}
         return {name: [values[row[sample]] for sample in samples] for name, values in self.columns.items()}
+
+
+def join_metadata(tables: Sequence[Metadata], key: str, id_column: str | None = None) -> Metadata:
+    """The rows that all tables have, in the order of the first, with the columns of all, as QIIME 2 merges metadata.
+
+    Args:
+        tables: at least one; a column of all but the first's ids may be in one of them only.
+        key: the setting that names them, for errors.
+        id_column: column of the ids in each; None for the first.
+    """
+    first, *others = tables
+    if not others:
+        return first
+    shared = set(first.ids).intersection(*(table.ids for table in others))
+    ids = [name for name in first.ids if name in shared]
+    if not ids:
+        shown = "; ".join(f"{table.source} has {format_examples(table.ids) or 'none'}" for table in tables)
+        raise DataError(f"{key}: no id is in all files: {shown}; choose data.id_column")
+    columns: dict[str, list[str]] = {}
+    types: dict[str, str] = {}
+    missing: dict[str, tuple[str, ...]] = {}
+    where: dict[str, str] = {}
+    for table in tables:
+        names = list(table.columns)
+        if table is not first:
+            names.remove(names[0] if id_column is None else id_column)
+        if twice := [f"'{name}' in {where[name]} and {table.source}" for name in names if name in where]:
+            raise DataError(f"{key}: columns of the same name: {'; '.join(twice)}; remove or rename one of them")
+        where |= dict.fromkeys(names, table.source)
+        aligned = table.align(ids)
+        columns |= {name: aligned[name] for name in names}
+        types |= table.types
+        missing |= table.missing
+    source = " and ".join(table.source for table in tables)
+    return Metadata(f"the join of {source}", ids, columns, types, missing)
 
 
 def read_metadata(
@@ -77,7 +112,7 @@ def read_metadata(
             inner, key=key, comment="#", headers=_HEADERS, directives=[_DIRECTIVE], strip=strip,
             strip_key="data.white_space=strip",
         )  # fmt: skip
-    found = Metadata(path, [], columns, *_take_directives(f"{path} ({key})", columns))
+    found = Metadata(str(path), [], columns, *_take_directives(f"{path} ({key})", columns))
     ids_of = next(iter(columns)) if id_column is None else id_column
     ids = found.column(ids_of, "data.id_column")
     for name in dict.fromkeys([ids_of, *(name for name in used if name in columns)]):
@@ -91,7 +126,7 @@ def read_metadata(
             f"{path} ({key}), column '{ids_of}', has duplicate ids: {format_share(doubles, len(ids), 'rows')}; keep "
             "one row of each, or choose another data.id_column"
         )
-    return Metadata(path, ids, columns, found.types, found.missing)
+    return Metadata(str(path), ids, columns, found.types, found.missing)
 
 
 def _take_directives(shown: str, columns: dict[str, list[str]]) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
