@@ -123,6 +123,24 @@ def test_what_was_measured_is_used_for_another_limit_where_it_says_enough(
         search.find_micro_batch(config(tmp_path, "layout.max_memory_gb=0.34", "optim.lr=1"), processes=False)
 
 
+def test_a_terminal_shows_that_something_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+    seen = []
+
+    def launch(config: Any, folder: Path, *_: Any, **__: Any) -> None:
+        seen.append((tmp_path / "screen").read_text())
+        peaks = {str(size): 10**6 * size for size in (1, 2, 1260)}
+        told = {"peaks": peaks, "kind": "resident", "limit": 10**10, "source": "it"}
+        (folder / search.RESULT_FILE).write_text(search.json.dumps(told))
+
+    monkeypatch.setattr(search.local_processes, "launch", launch)
+    with (tmp_path / "screen").open("w") as screen:
+        monkeypatch.setattr(screen, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert search.find_micro_batch(config(tmp_path, "observe.progress=true")).micro_batch == 1260
+    assert "measuring micro-batches" in seen[0]
+
+
 def test_a_limit_that_one_row_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = config(tmp_path, "layout.max_memory_gb=0.05")
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))

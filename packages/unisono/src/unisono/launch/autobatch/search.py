@@ -25,6 +25,7 @@ from unisono.launch.autobatch import memory, memory_fit
 from unisono.launch.processes import local_processes
 from unisono.launch.resolving import layout
 from unisono.runtime.communication.communicator import usable_cores
+from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, check_private, make_cache_folder, write_whole
 
@@ -127,9 +128,10 @@ def _measure(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict
             (path / CURRENT_SIZE_FILE).unlink(missing_ok=True)
             try:
                 threads = layout.threads_per_process(config.layout.world_size)
-                local_processes.launch(
-                    config, path, threads, module="unisono.launch.autobatch.probe", arguments=(config.recipe,)
-                )
+                with preparing("measuring micro-batches", shown=config.observe.progress is True):  # minutes on a CPU
+                    local_processes.launch(
+                        config, path, threads, module="unisono.launch.autobatch.probe", arguments=(config.recipe,)
+                    )
             except local_processes.WorkerError as error:
                 tried = _read_json(path / CURRENT_SIZE_FILE)
                 if not isinstance(tried, int) or not error.memory or start == _MAX_STARTS - 1:
