@@ -125,7 +125,7 @@ def test_what_was_measured_is_used_for_another_limit_where_it_says_enough(
 
 def test_a_terminal_shows_that_something_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
-    seen = []
+    seen: list[str] = []
 
     def launch(config: Any, folder: Path, *_: Any, **__: Any) -> None:
         seen.append((tmp_path / "screen").read_text())
