@@ -292,7 +292,11 @@ def test_evaluate_tells_what_the_run_told_at_its_end(unisono: Command):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(("evaluate",), "is not a run"), (("generate", "a prompt"), "is neither a run (no")]
+    ("words", "told"),
+    [
+        (("evaluate",), "is not a run directory (no config.yaml), nor a model that a recipe opens"),
+        (("generate", "a prompt"), "is neither a run (no"),
+    ],
 )
 def test_a_folder_that_is_no_run_is_refused(unisono: Command, here: Path, words: tuple[str, ...], told: str):
     code, _, error = unisono(words[0], here, *words[1:])

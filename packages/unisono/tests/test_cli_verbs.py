@@ -132,7 +132,10 @@ def test_a_verb_that_nobody_has_is_refused_with_the_nearest(
     assert "unisono weights needs a run" in command("weights")[2]
     assert "unisono crossvalidate needs a recipe: unisono crossvalidate RECIPE" in command("crossvalidate")[2]
     assert command("crossvalidate", "--help")[1].startswith("usage: unisono crossvalidate RECIPE [out=")
-    assert "nowhere is neither a run (no nowhere/config.yaml) nor a task" in command("weights", "nowhere", "x")[2]
+    assert (
+        "nowhere is neither a run (no nowhere/config.yaml), nor a model that a recipe opens"
+        in command("weights", "nowhere", "x")[2]
+    )
 
 
 # recipes --------------------------------------------------------------------------------------------------------------

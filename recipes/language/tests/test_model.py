@@ -209,6 +209,13 @@ def pretrained(path: Path) -> Pretrained:
     return Pretrained(kind="pretrained", path=path)
 
 
+def test_weights_are_read_without_a_bar_where_nobody_sees_it(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    models.build_model(pretrained(saved), 300)
+    assert (capfd.readouterr().err, logging.is_progress_bar_enabled()) == ("", True)
+
+
 def test_a_directory_gives_its_own_weights_in_fp32(saved: Path) -> None:
     half = {name: value.bfloat16() for name, value in load_file(saved / "model.safetensors").items()}
     save_file(half, saved / "model.safetensors", metadata={"format": "pt"})

@@ -71,7 +71,7 @@ def test_a_run_s_name_that_cannot_be_printed_is_refused(name: str):
             "layout.reduction=ordered works with single and ddp, not with hsdp",
         ),
         ({"defer_reduction": True, "strategy": "ddp"}, "layout.defer_reduction belongs to fsdp and hsdp; ddp reduces"),
-        ({"offload": True, "strategy": "ddp"}, "layout.offload belongs to fsdp and hsdp"),
+        ({"offload": True, "strategy": "ddp"}, "the strategy is ddp; set layout.strategy=fsdp, or leave it out"),
         ({"offload": True, "engine": "jax", "strategy": "fsdp"}, "layout.offload belongs to layout.engine=torch"),
         ({"defer_reduction": True}, "layout.defer_reduction belongs to fsdp and hsdp; auto reduces"),
         ({"bucket_mb": 25, "strategy": "fsdp"}, "layout.bucket_mb belongs to ddp, but the strategy is fsdp"),

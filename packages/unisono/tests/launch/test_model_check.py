@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from packages.unisono.tests import tasks
 from packages.unisono.tests.runs import configuration
@@ -101,6 +103,21 @@ def test_a_model_larger_than_any_memory_is_checked() -> None:
 def test_what_a_start_would_refuse_is_refused(kind: type[Any], groups: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_model(kind(), configuration(**groups))
+
+
+def test_moments_are_compared_with_the_model_unless_the_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def moments(name: str) -> dict[str, torch.Tensor]:
+        entries = {"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1), "step": torch.ones(())}
+        return {f"{name}.{entry}": value for entry, value in entries.items()}
+
+    path = tmp_path / "some.safetensors"
+    config = configuration(optim={"kind": "adamw", "moments": path})
+    save_file(moments("bias"), path)
+    with pytest.raises(ConfigError, match=r"fits no parameter: 'bias \(not in the model\)'"):
+        check_model(Fitting(), config)
+    assert check_model(Fitting(), config, resumes=True).warnings == ()
+    save_file({**moments("6.bias"), **moments("bias")}, path)
+    assert check_model(Fitting(), config).warnings == (f"optim.moments={path}: 1 do not fit: bias (not in the model)",)
 
 
 def test_what_needs_the_content_of_tensors_is_named_and_not_refused() -> None:

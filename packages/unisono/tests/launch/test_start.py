@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import unisono
 from packages.unisono.tests import tasks
@@ -21,9 +23,9 @@ from unisono.data.sources import open_source
 from unisono.launch import start
 from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
-from unisono.launch.resolving import layout, preflight, run_directory
+from unisono.launch.resolving import layout, preflight, resolve, run_directory
 from unisono.observe import events
-from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
+from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError, UnisonoError
 from unisono.task import run_setup
 from unisono.task_config import read_run
 from unisono.training.loop import Result
@@ -87,6 +89,23 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
 
     told = layout.resolve_layout(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
     assert preflight.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
+
+
+def test_moments_that_are_not_there_are_refused_by_check_and_before_a_start(here: Path):
+    """The launcher refuses them, not only the processes that it would start; a resumed run needs none any more."""
+    words = ("train.steps=3", "optim.moments=none.safetensors", "run.name=a", "observe.progress=false")
+    told = config(*words)
+    for begin in (lambda: resolve.check_run(told, LinearTask()), lambda: unisono.train(TASK, told)):
+        with pytest.raises(
+            CheckpointError, match=r"optim.moments=none.safetensors cannot be read: .*; leave optim.mom"
+        ):
+            begin()
+        assert list(here.iterdir()) == []
+    entries = {"bias.exp_avg": torch.ones(1), "bias.exp_avg_sq": torch.ones(1), "bias.step": torch.ones(())}
+    save_file(entries, "none.safetensors")
+    assert unisono.train(TASK, config(*words, "run.stop_after=1")).step == 1
+    Path("none.safetensors").unlink()
+    assert resolve.check_run(told, LinearTask())[0].resume is not None
 
 
 # train, from Python -------------------------------------------------------------------------------------------------

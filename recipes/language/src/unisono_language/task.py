@@ -235,8 +235,10 @@ class Language(Task):
 
         if "reference" in batch:
             found = losses.log_probabilities(outputs, batch, self.config.loss_chunk)
-            margins = found - torch.as_tensor(batch["reference"], device=found.device)
-            kinds = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins[:, 0] - margins[:, 1]}
+            assert isinstance(self.data_config, settings.Preferences)
+            gained = found - torch.as_tensor(batch["reference"], device=found.device)
+            margins = self.data_config.beta * (gained[:, 0] - gained[:, 1])  # as steps and evaluations report it
+            kinds = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins}
             return {name: values.tolist() for name, values in kinds.items()}
         columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
         made = losses.per_row(outputs)

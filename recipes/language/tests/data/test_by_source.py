@@ -144,6 +144,14 @@ def test_a_source_of_which_no_row_was_drawn_has_no_value() -> None:
     assert all(math.isnan(found[name]) for name in ("b/loss", "b/accuracy", "b/perplexity"))
 
 
+def test_what_is_said_of_all_rows_stands_first_and_then_source_after_source() -> None:
+    values = {"loss": 2.0, "accuracy": 0.5, "a/accuracy": 0.5, "a/loss": 2.0, "b/accuracy": 0.5, "b/loss": 2.0}
+    kinds = ("loss", "perplexity", "accuracy")
+    found = by_source.summarise(values, in_pairs=False)
+    assert list(found) == [f"{source}{kind}" for source in ("", "a/", "b/") for kind in kinds]
+    assert list(by_source.summarise(values, in_pairs=True)) == [name for name in found if "perplexity" not in name]
+
+
 @pytest.mark.parametrize(("name", "why"), [("books", "is in data.sources, too"), ("ema", "mistaken"), ("a/b", "mista")])
 def test_a_name_that_would_mean_two_things_is_refused(folders: Path, tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -207,7 +207,10 @@ def test_the_reference_is_computed_once_for_a_model_and_its_pairs(
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_a_run_learns_to_prefer_and_can_be_asked(base: Path, pairs: Path, tmp_path: Path, adapter: bool) -> None:
+def test_a_run_learns_to_prefer_and_can_be_asked(
+    base: Path, pairs: Path, tmp_path: Path, adapter: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Margins of pairs are those whose mean an evaluation reports: times `data.beta`."""
     settings = words(base, pairs, **{"data": "preferences", "train.steps": 12, "run.name": f"dpo{adapter}"})
     if adapter:
         pytest.importorskip("peft", reason="peft is not installed")
@@ -218,7 +221,10 @@ def test_a_run_learns_to_prefer_and_can_be_asked(base: Path, pairs: Path, tmp_pa
     assert main.main(["predict", str(result.folder), "rows=training", f"out={out}"]) == 0
     rows = list(unisono.open_source(out, key="out"))
     assert len(rows) == len(PREFERENCES)
-    assert all(float(row["margin"]) > 1 for row in rows)
+    said = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
+    margins = [float(row["margin"]) for row in rows]
+    assert np.mean(margins) == pytest.approx(float(said["margin"]), rel=1e-4)
+    assert all(margin > 0 for margin in margins) and float(said["margin"]) > 0.5
     assert isinstance(generate(unisono.open_run(result.folder), "who sleeps?", tokens=3), str)
 
 

@@ -13,6 +13,7 @@ import unisono
 from recipes.language.tests.corpora import BY_HEART, TEXTS, trained, write_jsonl
 from unisono.cli import main
 from unisono.observe.events import read_events
+from unisono_language.evaluation import harness
 
 HEAD = """
 task: NAME
@@ -144,6 +145,22 @@ def test_every_layout_gives_the_same_marks(tmp_path: Path) -> None:
     for name in ("ddp", "fsdp"):
         for ours, alone in zip(marks[name], marks["alone"], strict=True):
             assert ours == pytest.approx(alone, rel=1e-12)
+
+
+def test_lm_eval_prints_nothing_between_the_lines_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither its bars nor what git says where there is no repository."""
+    from lm_eval import evaluator
+    from lm_eval.api import model, task
+
+    monkeypatch.chdir(tmp_path)
+    before = evaluator.get_git_commit_hash, model.tqdm, task.tqdm
+    with harness._quiet():
+        evaluator.get_git_commit_hash()
+        rows = [*task.tqdm([1], total=1), *model.tqdm([2], desc="Tokenizing inputs", disable=False)]
+    assert (rows, capfd.readouterr().err) == ([1, 2], "")
+    assert (evaluator.get_git_commit_hash, model.tqdm, task.tqdm) == before
 
 
 def test_what_is_no_task_of_the_harness_is_refused_before_the_start(tmp_path: Path) -> None:

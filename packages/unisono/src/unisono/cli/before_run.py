@@ -30,7 +30,7 @@ def check(parsed: argparse.Namespace) -> int:
         run, data = resolve.check_run(configured, task)
     config = run.config
     with preparing("checking the model"), paused_collector():
-        model = check_model(task, config)
+        model = check_model(task, config, resumes=run.resume is not None)
     facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
     devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size

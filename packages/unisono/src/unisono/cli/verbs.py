@@ -124,7 +124,8 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
     if references.names_code(target) or target in recipes.recipe_names():
         return target
     raise ConfigError(
-        f"{target} is neither a run (no {target}/config.yaml) nor a task; {recipes.suggest_recipe(target)}"
+        f"{target} is neither a run (no {target}/{CONFIG_FILE}), nor a model that a recipe opens (by its config.json), "
+        f"nor a task; {recipes.suggest_recipe(target)}"
     )
 
 

@@ -109,7 +109,7 @@ def split_loss(task: Task, outputs: Mapping[str, Any], batch: Batch, context: Co
 
 
 def summarise(values: Mapping[str, float], in_pairs: bool) -> dict[str, float]:
-    """The values of an evaluation with the perplexity beside each loss in nats per token.
+    """The values of an evaluation with the perplexity beside each loss in nats per token, source after source.
 
     A source of which no row was drawn (`eval.rows`) has no values: they are not numbers.
     """
@@ -118,11 +118,16 @@ def summarise(values: Mapping[str, float], in_pairs: bool) -> dict[str, float]:
         source = name.removesuffix(_LOSS)
         if not any(values[other] for other in values if other.startswith(source)):
             found |= {other: math.nan for other in values if other.startswith(source)}
-    if in_pairs:
-        return found
-    losses = {name: value for name, value in found.items() if name.rpartition("/")[2] == _LOSS}
-    perplexities = {f"{name.removesuffix(_LOSS)}perplexity": float(np.exp(value)) for name, value in losses.items()}
-    return found | perplexities
+    if not in_pairs:
+        losses = {name: value for name, value in found.items() if name.rpartition("/")[2] == _LOSS}
+        found |= {f"{name.removesuffix(_LOSS)}perplexity": float(np.exp(value)) for name, value in losses.items()}
+    sources = list(dict.fromkeys(name.rpartition("/")[0] for name in values))  # those of all rows first
+
+    def place(name: str) -> tuple[int, bool]:
+        source, _, kind = name.rpartition("/")
+        return sources.index(source), kind not in (_LOSS, "perplexity")
+
+    return {name: found[name] for name in sorted(found, key=place)}
 
 
 def _add(pairs: dict[str, tuple[Any, Any]], name: str, pair: tuple[Any, Any]) -> None:

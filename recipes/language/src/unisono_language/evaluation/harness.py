@@ -155,14 +155,30 @@ def _quiet() -> Iterator[None]:
     import logging
 
     from datasets.utils import logging as datasets_logging
+    from lm_eval import evaluator
+    from lm_eval.api import model, task
 
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, datasets_logging.is_progress_bar_enabled()
+    instead = {
+        (evaluator, "get_git_commit_hash"): lambda: "",  # git complains where there is no repository
+        (model, "tqdm"): _without_bar,
+        (task, "tqdm"): _without_bar,
+    }
+    theirs = {(module, name): getattr(module, name) for module, name in instead if hasattr(module, name)}
     logger.setLevel(logging.ERROR)
     datasets_logging.disable_progress_bar()
+    for module, name in theirs:
+        setattr(module, name, instead[module, name])
     try:
         yield
     finally:
+        for (module, name), function in theirs.items():
+            setattr(module, name, function)
         logger.setLevel(level)
         if bars:
             datasets_logging.enable_progress_bar()
+
+
+def _without_bar(rows: Any, **_: Any) -> Any:
+    return rows

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -132,7 +134,8 @@ def load_pretrained(
     """
     import torch
 
-    with wrap_native_errors(f"model.path: the weights in {folder} cannot be read", ConfigError):
+    reading = wrap_native_errors(f"model.path: the weights in {folder} cannot be read", ConfigError)
+    with reading, _bar_on_terminals():
         model, report = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
             output_loading_info=True, **options,
@@ -143,6 +146,21 @@ def load_pretrained(
             f"random{advice.get(missing[0], '') if len(missing) == 1 else ''}"
         )
     return model
+
+
+@contextmanager
+def _bar_on_terminals() -> Iterator[None]:
+    """The library draws a bar for any weights, however few; in a file or a pipe it is noise in the output."""
+    from transformers.utils import logging as theirs
+
+    if not theirs.is_progress_bar_enabled() or (sys.stderr is not None and sys.stderr.isatty()):
+        yield
+        return
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.enable_progress_bar()
 
 
 def check_weights(folder: Path) -> None:

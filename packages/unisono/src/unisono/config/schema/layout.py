@@ -148,8 +148,8 @@ class Layout(Settings):
             )
         if self.offload and self.strategy not in ("auto", "fsdp", "hsdp"):
             raise ValueError(
-                f"layout.offload belongs to fsdp and hsdp, whose shards have a place of their own; {self.strategy} "
-                "computes with its parameters where they are"
+                "layout.offload belongs to fsdp and hsdp, whose shards have a place of their own, but the strategy is "
+                f"{self.strategy}; set layout.strategy=fsdp, or leave it out"
             )
         if self.bucket_mb is not None and self.strategy not in ("auto", "ddp"):
             raise ValueError(f"layout.bucket_mb belongs to ddp, but the strategy is {self.strategy}")

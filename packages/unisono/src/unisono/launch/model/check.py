@@ -40,14 +40,19 @@ class ModelCheck:
     warnings: tuple[str, ...] = ()
 
 
-def check_model(task: Task, config: RunConfig) -> ModelCheck:
+def check_model(task: Task, config: RunConfig, *, resumes: bool = False) -> ModelCheck:
     """Build the model without memory, and refuse what a start would refuse of it.
 
+    Args:
+        task: Of the run.
+        config: Its settings, with a concrete layout.
+        resumes: Whether it goes on from a checkpoint, so that it reads no moments.
+
     Raises:
-        ConfigError: For a pattern that matches no parameter, targets of adapters that do not fit, or a forward pass
-            whose shapes do not fit.
+        ConfigError: For a pattern that matches no parameter, targets of adapters or moments that do not fit, or a
+            forward pass whose shapes do not fit.
     """
-    return _check_jax(task, config) if config.layout.engine == "jax" else _check_torch(task, config)
+    return _check_jax(task, config) if config.layout.engine == "jax" else _check_torch(task, config, resumes)
 
 
 def build_without_memory(task: Task, config: RunConfig) -> Any:
@@ -66,10 +71,12 @@ def build_without_memory(task: Task, config: RunConfig) -> Any:
         return build_model(task.build, config.run.seed)
 
 
-def _check_torch(task: Task, config: RunConfig) -> ModelCheck:
+def _check_torch(task: Task, config: RunConfig, resumes: bool) -> ModelCheck:
+    from unisono.engines import rules
     from unisono.engines.torch import lora
     from unisono.engines.torch.numerics import precision
     from unisono.engines.torch.parallel.wrap import find_blocks
+    from unisono.engines.torch.state.moments import Moments
     from unisono.optim import ema, groups, optimizers
 
     try:
@@ -84,12 +91,19 @@ def _check_torch(task: Task, config: RunConfig) -> ModelCheck:
     unchecked = list(_check_forward(task, model, config, warnings))
     if config.adapter is not None:  # the base is frozen, and what is trained is made of these
         lora.resolve_targets(config.adapter, model)
-        unchecked.append("the groups of optim and ema among the adapters' parameters")
+        unchecked.append("the groups and moments of optim, and ema, among the adapters' parameters")
         return ModelCheck(None, (), tuple(unchecked), tuple(warnings))
     found = optimizers.parameter_groups(config.optim, model, find_blocks(model))
     found.sort(key=lambda group: sum(parameter.numel() for parameter in group["params"]), reverse=True)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ema.averaged_names(config.ema, list(trained))
+    if not resumes and (given := groups.given_moments(config.optim)) is not None:
+        own = {
+            id(parameter) for group in found if not group["muon"] and not group["rule"] for parameter in group["params"]
+        }
+        _, wrong = Moments(given).fit(dict(model.named_parameters()), own)
+        if wrong:
+            warnings.append(f"optim.moments={given}: {len(wrong)} do not fit: {rules.format_names(wrong)}")
     names = {parameter: name for name, parameter in trained.items()}
     updates = [
         groups.ParameterSettings(group["lr_scale"], group["own_decay"], group["muon"], group["rule"]).describe(
@@ -114,6 +128,7 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from unisono.engines import rules
     from unisono.engines.nested import map_leaves
     from unisono.engines.torch.transfer import Transfer
 
@@ -152,8 +167,6 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
             yield f"the forward pass ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             return
         raise ConfigError(f"{where}: the forward pass fails: {describe_error(error)}") from error
-    from unisono.engines import rules
-
     rules.check_terms(task, loss, task.counts(arrays), training=True)
     warnings += describe_empty_counts(task, arrays, list(loss.sums))
     for name, value in loss.sums.items():

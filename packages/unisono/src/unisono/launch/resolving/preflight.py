@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.config.batch_split import resolve_split
 from unisono.config.schema.run import RunConfig
 from unisono.launch.host import host_check
+from unisono.optim.groups import given_moments
 from unisono.runtime import secrets
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.console import say
@@ -86,6 +87,18 @@ def _check_adapter(config: RunConfig) -> None:
     from unisono.engines.torch import lora
 
     lora.check_peft_installed(config.adapter)
+
+
+def check_moments(config: RunConfig) -> None:
+    """Refuse `optim.moments` that a run from the beginning could not begin with; a resumed one needs none any more.
+
+    Raises:
+        UnisonoError: If the file cannot be read, or has none.
+    """
+    if (path := given_moments(config.optim)) is not None:
+        from unisono.engines.torch.state.moments import Moments
+
+        Moments(path)
 
 
 @contextmanager

@@ -80,7 +80,10 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
     config, allow = run_directory.with_name(request.config, request.job), request.allow
     fetching = restore.Restore.from_config(config, run_directory.run_path(config))
     fetching.begin(new, lambda: run_directory.hold_directory(run_directory.run_path(config)))
-    planned, measured = plan_run(config).config, None
+    first = plan_run(config)
+    planned, measured = first.config, None
+    if first.resume is None and fetching.partial is None:
+        preflight.check_moments(config)
     if allow is not None:
         allow(planned, None)
     if planned.layout.micro_batch == "auto":
@@ -208,6 +211,8 @@ def check_run(config: RunConfig, task: Task) -> tuple[ResolvedRun, DataFacts]:
     """Resolve what a start would do, without side effects; see `unisono check`."""
     config = run_directory.with_name(layout.resolve_layout(config, cluster.process_info()))
     run = plan_run(config)
+    if run.resume is None:
+        preflight.check_moments(config)
     data = preflight.preflight(task, run.config)
     return plan_run(config, data), data
 

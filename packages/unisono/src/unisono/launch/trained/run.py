@@ -111,7 +111,7 @@ def open_run(
         trust: Import the task that the run names, wherever it is. That runs its author's code.
 
     Raises:
-        RunError: If the folder is not a run directory.
+        RunError: If the folder is neither.
         TrustError: If the run names a task that is not trusted.
         ConfigError: For an invalid override.
     """
@@ -121,6 +121,10 @@ def open_run(
         name, words = model
         config = load_config(name, [*words, *overrides])[0]
         return Run(folder, config, build_task(config))
+    if not (folder / CONFIG_FILE).is_file():
+        raise RunError(
+            f"{folder} is not a run directory (no {CONFIG_FILE}), nor a model that a recipe opens (by its config.json)"
+        )
     config = read_run(folder, task, overrides, trust=trust)
     opened = build_task(config)
     if found := commit.find_checkpoints(folder / "checkpoints"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,73 @@ class _File:
         into[...] = self.read(name, offset, into.shape)
 
 
-def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, list[str]]:
-    """Begin with the moments of a file (`NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`).
+class Moments:
+    """Moments in a file (`NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`), of which only the header has been read.
 
     Args:
         path: a safetensors file, as `unisono import` writes it.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+        ConfigError: if it has no moments.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with wrap_native_errors(f"optim.moments={path} cannot be read", CheckpointError, _REMEDY):
+            from safetensors import safe_open
+
+            with safe_paths.open_regular(path) as source:
+                opened: Any = safe_open(safe_paths.path_of(source), framework="pt")
+            found: dict[str, dict[str, str]] = defaultdict(dict)
+            for there in opened.keys():  # noqa: SIM118 - it is no dictionary
+                name, _, entry = there.rpartition(".")
+                found[name][entry] = there
+            self._shapes = {
+                name: tuple(opened.get_slice(entries["exp_avg"]).get_shape())
+                for name, entries in found.items()
+                if entries.keys() == _ENTRIES
+            }
+        self.path, self.opened = path, opened
+        self._entries = {name: found[name] for name in self._shapes}
+        if not self._entries:
+            raise ConfigError(
+                f"optim.moments={path} has no moments; make it with `unisono import DIR out=… moments={path.name}`"
+            )
+
+    def fit(
+        self, parameters: Mapping[str, nn.Parameter], own: Collection[int]
+    ) -> tuple[dict[str, dict[str, str]], list[str]]:
+        """Whose they are.
+
+        Args:
+            parameters: of the model by name; their shapes are all that counts.
+            own: the `id` of each that Adam updates.
+
+        Returns:
+            The entries of each parameter whose moments there are, and descriptions of moments that did not fit.
+
+        Raises:
+            ConfigError: if nothing fits, or parameters are numbers that do not fit.
+        """
+        entries, shapes = self._entries, self._shapes
+        if all(name.isdigit() for name in entries) and not entries.keys() & parameters.keys():
+            named = _names_by_number(shapes, parameters, self.path)
+            entries = {named[number]: each for number, each in entries.items()}
+            shapes = {named[number]: shape for number, shape in shapes.items()}
+        wrong = {
+            name: reason for name, shape in shapes.items() if (reason := _find_misfit(parameters.get(name), shape, own))
+        }
+        listed = [f"{name} ({reason})" for name, reason in wrong.items()]
+        if len(wrong) == len(entries):
+            raise ConfigError(f"optim.moments={self.path} fits no parameter: {format_examples(listed)}; {_REMEDY}")
+        return {name: each for name, each in entries.items() if name not in wrong}, listed
+
+
+def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, list[str]]:
+    """Begin with the moments of a file.
+
+    Args:
+        path: of it, as `Moments` takes it.
         module: the model, laid out.
         optimizer: of its parameters.
 
@@ -68,50 +130,18 @@ def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
         CheckpointError: if it cannot be read.
         ConfigError: if nothing in it fits, or its parameters are numbers that do not fit.
     """
-    with wrap_native_errors(f"optim.moments={path} cannot be read", CheckpointError, _REMEDY):
-        from safetensors import safe_open
-
-        with safe_paths.open_regular(path) as source:
-            opened: Any = safe_open(safe_paths.path_of(source), framework="pt")
-        found: dict[str, dict[str, str]] = defaultdict(dict)
-        for there in opened.keys():  # noqa: SIM118 - it is no dictionary
-            name, _, entry = there.rpartition(".")
-            found[name][entry] = there
-        shapes = {
-            name: tuple(opened.get_slice(entries["exp_avg"]).get_shape())
-            for name, entries in found.items()
-            if entries.keys() == _ENTRIES
-        }
-    found = {name: found[name] for name in shapes}
-    if not found:
-        raise ConfigError(
-            f"optim.moments={path} has no moments; make it with `unisono import DIR out=… moments={path.name}`"
-        )
-    parameters = dict(module.named_parameters())
-    if all(name.isdigit() for name in found) and not found.keys() & parameters.keys():
-        named = _names_by_number(shapes, parameters, path)
-        found = {named[number]: entries for number, entries in found.items()}
-        shapes = {named[number]: shape for number, shape in shapes.items()}
-    own = _updated_by_adam(optimizer)
-    wrong = {
-        name: reason for name, shape in shapes.items() if (reason := _find_misfit(parameters.get(name), shape, own))
-    }
+    moments, parameters = Moments(path), dict(module.named_parameters())
+    found, listed = moments.fit(parameters, _updated_by_adam(optimizer))
     fitting = {
-        f"optimizer/{name}/{entry}": there
-        for name, entries in found.items()
-        if name not in wrong
-        for entry, there in entries.items()
+        f"optimizer/{name}/{entry}": there for name, entries in found.items() for entry, there in entries.items()
     }
-    listed = [f"{name} ({reason})" for name, reason in wrong.items()]
-    if not fitting:
-        raise ConfigError(f"optim.moments={path} fits no parameter: {format_examples(listed)}; {_REMEDY}")
-    reader = _File(opened, fitting)
+    reader = _File(moments.opened, fitting)
     sharded_tensors.init_optimizer_state(optimizer, module, reader)
     mine = sharded_tensors.optimizer_tensors(module, optimizer)
     sharded_tensors.load({name: mine[name] for name in fitting}, reader, kinds=("optimizer/",))
-    new = [name for name, p in parameters.items() if p.requires_grad and f"optimizer/{name}/step" not in fitting]
+    new = [name for name, p in parameters.items() if p.requires_grad and name not in found]
     trained = sum(p.requires_grad for p in parameters.values())
-    steps = {float(opened.get_tensor(found[name]["step"])) for name in found if name not in wrong}
+    steps = {float(moments.opened.get_tensor(entries["step"])) for entries in found.values()}
     after = f"after {min(steps):g}" + (f" to {max(steps):g}" if len(steps) > 1 else "")
     said = f"moments {after} updates from {path}"
     if new:
@@ -119,7 +149,7 @@ def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     return said, listed
 
 
-def _find_misfit(parameter: nn.Parameter | None, shape: tuple[int, ...], own: set[int]) -> str:
+def _find_misfit(parameter: nn.Parameter | None, shape: tuple[int, ...], own: Collection[int]) -> str:
     """Why moments cannot be those of a parameter; empty if they can."""
     if parameter is None:
         return "not in the model"
