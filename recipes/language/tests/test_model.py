@@ -209,6 +209,15 @@ def pretrained(path: Path) -> Pretrained:
     return Pretrained(kind="pretrained", path=path)
 
 
+def test_a_directory_is_a_model_without_memory_too(saved: Path) -> None:
+    """As `unisono check` and `describe` build it, which refused every pretrained model."""
+    with torch.device("meta"):
+        found = models.build_model(pretrained(saved), 300)
+    shapes = {name: value.shape for name, value in models.build_model(pretrained(saved), 300).named_parameters()}
+    assert {name: value.shape for name, value in found.named_parameters()} == shapes
+    assert all(value.is_meta and value.dtype == torch.float32 for value in found.parameters())
+
+
 def test_weights_are_read_without_a_bar_where_nobody_sees_it(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging
 

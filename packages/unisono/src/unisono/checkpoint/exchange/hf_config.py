@@ -122,6 +122,8 @@ def load_pretrained(
 ) -> Any:
     """A model of transformers with the weights in a folder, in fp32 on the CPU; nothing is downloaded.
 
+    On the device `meta` it has their shapes as its settings have them, and the weights are not looked at.
+
     Args:
         kind: its class, or one of the library's `AutoModel…`.
         folder: with safetensors.
@@ -134,6 +136,9 @@ def load_pretrained(
     """
     import torch
 
+    if torch.get_default_device().type == "meta":  # from_pretrained refuses it
+        make = getattr(kind, "from_config", None) or kind._from_config
+        return make(config, dtype=torch.float32, **options)
     reading = wrap_native_errors(f"model.path: the weights in {folder} cannot be read", ConfigError)
     with reading, _bar_on_terminals():
         model, report = kind.from_pretrained(
