@@ -59,7 +59,7 @@ NAMED = {  # who follows a link, and why the user has named that very file, or n
     "config.safe_yaml.check_yaml": "", "cli.script._parse": "", "cli.completion._of_file": "",
     "data.table_files.read_table": "", "checkpoint.exchange.hf_shards._open_file": "where no folder was named",
     "checkpoint.exchange.pickle_import._extract_tensors": "where no folder was named",
-    "engines.torch.state.moments.load_moments": "", "observe.profile.read_trace": "written by this process",
+    "engines.torch.state.moments._open": "", "observe.profile.read_trace": "written by this process",
     "data.sources.formats.npy.map_array": "in the user's cache",
     "checkpoint.remote.object_store.send": "linked or copied by `safe_paths`",
     "checkpoint.remote.object_store.fetch": "of which only a hash is kept",

@@ -66,10 +66,7 @@ class Moments:
 
     def __init__(self, path: Path) -> None:
         with wrap_native_errors(f"optim.moments={path} cannot be read", CheckpointError, _REMEDY):
-            from safetensors import safe_open
-
-            with safe_paths.open_regular(path) as source:
-                opened: Any = safe_open(safe_paths.path_of(source), framework="pt")
+            opened = _open(path)
             found: dict[str, dict[str, str]] = defaultdict(dict)
             for there in opened.keys():  # noqa: SIM118 - it is no dictionary
                 name, _, entry = there.rpartition(".")
@@ -147,6 +144,13 @@ def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     if new:
         said += f", new ones for {format_share(new, trained, 'parameters')}"
     return said, listed
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    with safe_paths.open_regular(path) as source:
+        return safe_open(safe_paths.path_of(source), framework="pt")
 
 
 def _find_misfit(parameter: nn.Parameter | None, shape: tuple[int, ...], own: Collection[int]) -> str:
