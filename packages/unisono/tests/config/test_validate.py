@@ -241,6 +241,7 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
                 "exponential, restarts, plateau"
             ],
         ),
+        ("Plain", "adapter.rank=3", ["'adapter.kind' is missing; set adapter.kind=lora"]),
         ("Plain", "task.width=3", ["'task.width': only even numbers here, got 3 (…)"]),
         ("Choosy", "task.width=1", ["'model.kind' is missing; choose one of: small, large"]),
         ("Tagged", "train.steps=1", ["'model.form' is missing; choose one of: one, two"]),

@@ -104,7 +104,8 @@ def _format_mistakes(
         elif mistake["type"] == "extra_forbidden":
             yield f"unknown key '{dotted}' ({origin}), {_suggest_key(parts, composed.values, groups)}"
         elif mistake["type"] == "missing":
-            remedy = "" if any(isinstance(part, int) for part in parts) else f"; set {dotted}=…"
+            kinds = parts[-1] == "kind" and ", ".join(_union_tags(parts[:-1], "kind", composed.values, groups))
+            remedy = "" if any(isinstance(part, int) for part in parts) else f"; set {dotted}={kinds or '…'}"
             yield f"'{dotted}' is missing{_description(parts, composed.values, groups)}{remedy}"
         elif mistake["type"] in ("union_tag_not_found", "union_tag_invalid"):
             name = str(mistake["ctx"]["discriminator"]).strip("'")
