@@ -96,6 +96,25 @@ def test_numbers_of_rows_are_those_of_a_rank_where_it_has_a_data_set_of_its_own(
     assert ("scaled by statistics" in explain_other_rows(mine, reference)[0]) == (own and inputs is SCALED)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "drawn", "other"),
+    [
+        ([["a", "b"], ["c", "d"]], {}, True),
+        ([["a", "b"], ["a", "b"]], {}, False),  # the same rows
+        ([["a", "b"], ["c", "d"]], {"torch": 1}, False),  # the same rows, augmented
+    ],
+)
+def test_equal_numbers_of_other_rows_are_no_proof_that_all_ranks_read_the_same(
+    tmp_path: Path, inputs: list[list[str]], drawn: dict[str, int], other: bool
+) -> None:
+    """Every rank may make rows of its own, as many as one process does."""
+    seen = [[RankFacts(inputs=[f"{row} {step}" for row in rows], drawn=drawn) for rows in inputs] for step in range(2)]
+    many = write_script_trace(tmp_path / "many", seen, [build_step([[0, 1], [0, 1]]), build_step([[2, 3], [2, 3]])])
+    alone = [[RankFacts(inputs=[f"a {step}", f"b {step}"])] for step in range(2)]
+    one = write_script_trace(tmp_path / "one", alone, [build_step([[0, 1]]), build_step([[2, 3]])])
+    assert ("a data set of its own" in explain_other_rows(many, one)[0]) == other
+
+
 def test_numbers_of_one_data_set_are_kept(tmp_path: Path) -> None:
     mine, reference = write_runs(tmp_path, [[[0, 2], [1, 3]]], [[0, 1, 2, 3]], DEALT)
     assert not drop_own_numbers(mine, reference)

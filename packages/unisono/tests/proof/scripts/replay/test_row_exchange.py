@@ -138,3 +138,30 @@ def test_optimizers_and_scalers_keep_their_own_precision_while_everything_is_wat
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
     assert optimizer.state[model.weight]["step"].dtype == torch.float32
+
+
+def test_a_state_that_a_pass_has_left_is_computed_by_one_process_and_is_no_row(tmp_path: Path) -> None:
+    """If one process were given the ranks' states, a state that ranks exchange by mistake would not show."""
+
+    def carry(exchange: RowExchange, rows: list[Tensor], leave: Made) -> list[Tensor]:
+        state, seen = torch.zeros(len(rows[0]), 1), []
+        with LossInputs() as inputs:
+            inputs.exchange = exchange
+            for row in rows:
+                inputs.begin_forward()
+                ((row, state), _) = inputs.exchange_inputs(((row, state), {}))
+                plain = inputs.leave_out_carried((row, state))
+                assert (plain[1] is None) == bool(seen)
+                outputs = (row + state).requires_grad_()
+                inputs.end_forward(outputs)
+                seen.append(outputs.detach())
+                inputs.end_pass()
+                state = leave(outputs.detach() * 1)
+        return seen
+
+    keepers = [RowKeeper(tmp_path, rank, 2) for rank in range(2)]
+    for rank, keeper in enumerate(keepers):
+        carry(keeper, [column(rank + 1), column(10 * rank + 1)], lambda state: state + 100)  # a fault of many
+        keeper.close()
+    seen = carry(RowReplay(tmp_path, [0, 1], "side by side"), [column(7, 7), column(7, 7)], lambda state: state)
+    assert [one.flatten().tolist() for one in seen] == [[1.0, 2.0], [2.0, 13.0]]

@@ -16,6 +16,11 @@ from unisono.proof.scripts.recording.rank_facts import (
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
 _UNSEEN = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
 
+_OTHER_OF_A_NUMBER = (
+    "step 1: ranks read rows of the same numbers, which are other inputs on each, and nothing was drawn for them: "
+    "every rank has a data set of its own, or changes the same rows in a way of its own"
+)
+
 
 def drop_own_numbers(mine: ScriptTrace, reference: ScriptTrace) -> bool:
     """Forget the sample ids of a run whose ranks each number the rows of a data set of their own; whether they do.
@@ -102,11 +107,27 @@ def _explain_numbers(mine: ScriptTrace, reference: ScriptTrace, step: int) -> st
             f"step {step + 1}: rows of the same numbers gave other inputs: other padding, each process's own split, "
             "augmentation or statistics (of the rows that it has), or rows mixed with others of their batch"
         )
+    if m.has_equal_ranks and not step and _have_other_rows_of_a_number(mine):
+        return _OTHER_OF_A_NUMBER
     if m.has_equal_ranks or step:  # a fault, which the ranks show
         return ""
     if len(m.rows) != len(r.rows):
         return _describe_batches(len(m.rows), len(r.rows), ours)
     return _describe_draws(mine, reference)
+
+
+def _have_other_rows_of_a_number(mine: ScriptTrace) -> bool:
+    """Whether no rank was given an input of another in any step, although nothing was drawn after the first.
+
+    A `DataLoader` draws when an epoch begins. What is drawn later augments rows, which may be the same on all ranks.
+    """
+    for step, seen in enumerate(mine.ranks):
+        every = [{*rank.inputs} for rank in seen]
+        if not all(every) or len(set[str]().union(*every)) < sum(map(len, every)):
+            return False
+        if step and any(rank.drawn for rank in seen):
+            return False
+    return len(mine.ranks) > 1
 
 
 def _explain_inputs(mine: ScriptTrace, reference: ScriptTrace, step: int) -> str | None:

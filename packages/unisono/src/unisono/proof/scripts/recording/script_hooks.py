@@ -363,7 +363,7 @@ class ScriptWatch:
         if self._exchange is not None and not self._has_batches:
             self._loss_inputs.exchange = self._exchange
             args, named = self._loss_inputs.exchange_inputs((args, named))
-        digests, shape = digest_rows((args, named))
+        digests, shape = digest_rows(self._loss_inputs.leave_out_carried((args, named)))
         records.seen.inputs += digests
         records.seen.shape = shape or records.seen.shape
         records.before_forward()

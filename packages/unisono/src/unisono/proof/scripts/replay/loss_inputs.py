@@ -57,6 +57,7 @@ class LossInputs(TorchFunctionMode):
         self.drawn = self.draws = self.own_draws = self.numbers = False
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in place of others
+        self._returned: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # outputs, and what is made of them
         self._old: list[Tensor] = []
 
     def begin_forward(self) -> None:
@@ -88,19 +89,38 @@ class LossInputs(TorchFunctionMode):
             self.is_paused = before
 
     def exchange_inputs(self, given: Any) -> Any:
-        """The arguments of a trained module as they are to be used; what it is given of itself stays."""
+        """The arguments of a trained module as they are to be used; what it is given of itself stays.
+
+        So does the state that it has left in a pass before: one process is to compute that by itself.
+        """
         assert self.exchange is not None
         leaves, spec = tree_flatten(given)
-        own = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_made(leaf)}
+        own = {number: leaf for number, leaf in enumerate(leaves) if self._is_made(leaf) or self._is_carried(leaf)}
         plain = tree_unflatten([_OWN if number in own else leaf for number, leaf in enumerate(leaves)], spec)
         taken = tree_flatten(self.exchange.take_inputs(self.window, plain))[0]
         return tree_unflatten([own.get(number, leaf) for number, leaf in enumerate(taken)], spec)
 
-    def _is_made(self, tensor: Tensor) -> bool:
+    def leave_out_carried(self, given: Any) -> Any:
+        """The arguments without what is no row: a state that a pass before has left. All if no row remains."""
+        if not any(map(self._is_carried, tree_leaves(given))):
+            return given
+        rows = tree_map(lambda leaf: None if self._is_carried(leaf) else leaf, given)
+        return rows if any(isinstance(leaf, Tensor) for leaf in tree_leaves(rows)) else given
+
+    def _is_made(self, leaf: Any) -> bool:
         """Whether it is made of what the model returned in this pass, with or without a gradient."""
+        if not isinstance(leaf, Tensor):
+            return False
         with torch._C.DisableTorchFunction():
-            known: _Origin | None = self._origins.get(tensor)
-            return tensor.requires_grad or bool(known and known.graph)
+            known: _Origin | None = self._origins.get(leaf)
+            return leaf.requires_grad or bool(known and known.graph)
+
+    def _is_carried(self, leaf: Any) -> bool:
+        """Whether it is made of what the model returned in a pass before."""
+        if not isinstance(leaf, Tensor):
+            return False
+        with torch._C.DisableTorchFunction():
+            return leaf in self._returned and not self._is_made(leaf)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -142,6 +162,8 @@ class LossInputs(TorchFunctionMode):
         """Between passes batches are made: whole numbers that are read then, and not drawn, may be counts of rows."""
         with torch._C.DisableTorchFunction():
             drawn = name in _DRAWS or any(origin.drawn for one in given if (origin := self._origins.get(one)))
+            if any(one in self._returned for one in given):
+                self._note_returned(result)
             counts = bool(given) and not (given[0].is_floating_point() or given[0].requires_grad)
         if drawn:
             self._set_origin(result, _Origin(drawn=True))
@@ -182,3 +204,11 @@ class LossInputs(TorchFunctionMode):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and not (leaf in self._origins and origin == self._origins[leaf]):
                     self._origins[leaf] = origin
+        if origin.graph:
+            self._note_returned(result)
+
+    def _note_returned(self, result: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                    self._returned[leaf] = True
