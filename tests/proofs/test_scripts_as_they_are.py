@@ -71,6 +71,8 @@ FAULTY = [
     ("selected", ["padded"], "The evaluation depends on the layout"),
     ("selected", ["teacher"], "The moving average drifts"),
     ("selected", ["average"], "The moving average drifts"),
+    # Of two models that are trained in turn, one alone is wrapped.
+    ("two_models", ["--fault", "unwrapped"], "Gradients are not synchronised"),
     # What only the callbacks see.
     ("with_trainer", [*DEVICE, "--evaluate", "--padded"], "The evaluation depends on the layout"),
     ("with_lightning", [*ACCELERATE, "--fault", "means"], "A mean of means"),
@@ -105,6 +107,7 @@ SAID = [
     ("sampled", ["--dropout", "0.2", "dropout=off"], "another order of the same 100 rows"),
     ("with_accelerate", [], "16 rows in an update, and 8 on one process; the learning rate is that of one process"),
     ("clip", ["gather-with-grad"], "another order of the same 64 rows"),
+    ("two_models", [], "16 rows in an update, and 8 on one process"),
 ]
 
 
