@@ -247,7 +247,7 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in runs.own_numbers)
             if judged.first and (other := find_other_buffers(trace, reference)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
-            evaluated, likely = judge_evaluation(trace, reference)
+            evaluated, likely = judge_evaluation(trace, reference, judged.compared)
             judged.invariants += [evaluated] if evaluated else []
             judged.diagnosis = judged.diagnosis or likely
             if group.plan is not None:

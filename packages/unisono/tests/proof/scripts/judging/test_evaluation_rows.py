@@ -9,17 +9,22 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from packages.unisono.tests.proof.script_traces import write_script_trace
+from unisono.proof.comparison import ComparedQuantity, Mark
 from unisono.proof.scripts.judging.evaluation_rows import judge_evaluation
 from unisono.proof.scripts.recording.evaluations_seen import EvaluationsSeen
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 
+SAME = [ComparedQuantity("initial parameters", "PASS"), ComparedQuantity("parameters", "PASS")]
 
-def write_run(folder: Path, rows: list[list[int]], numbers: list[float], length: int = 5) -> ScriptTrace:
+
+def write_run(
+    folder: Path, rows: list[list[int]], numbers: list[float], length: int = 5, after: int = 3
+) -> ScriptTrace:
     trace = write_script_trace(folder, [[RankFacts() for _ in rows]])
     for rank, own in enumerate(rows):
-        facts = ReadingFacts(True, False, "", evaluated=own, evaluated_of=length, numbers_of_it=numbers)
-        write_reading(folder, rank, facts, [])
+        seen = {"evaluated": own, "evaluated_of": length, "evaluated_after": after, "numbers_of_it": numbers}
+        write_reading(folder, rank, ReadingFacts(True, False, "", **seen), [])  # type: ignore[arg-type]
     return trace
 
 
@@ -40,14 +45,33 @@ def test_rows_of_an_evaluation_are_counted_and_held_against_its_numbers(
     tmp_path: Path, rows: list[list[int]], numbers: list[float], mark: str
 ) -> None:
     one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
-    found, likely = judge_evaluation(write_run(tmp_path / "many", rows, numbers), one)
+    found, likely = judge_evaluation(write_run(tmp_path / "many", rows, numbers), one, SAME)
     assert found is not None
     assert (found.mark, likely is not None) == (mark, mark == "FAIL")
 
 
+@pytest.mark.parametrize(
+    ("after", "parameters", "mark"),
+    [(3, "PASS", "FAIL"), (3, "ABSTAIN", "ABSTAIN"), (6, "PASS", "ABSTAIN"), (0, "PASS", "ABSTAIN")],
+)
+def test_numbers_of_other_weights_say_nothing_of_rows(tmp_path: Path, after: int, parameters: Mark, mark: Mark) -> None:
+    one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
+    many = write_run(tmp_path / "many", [[0, 2, 4], [1, 3, 0]], [0.5], after=after)
+    found, likely = judge_evaluation(many, one, [SAME[0], ComparedQuantity("parameters", parameters)])
+    assert found is not None
+    assert (found.mark, likely is not None) == (mark, mark == "FAIL")
+
+
+def test_weights_before_the_first_update_are_the_initial_ones(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6], after=0)
+    many = write_run(tmp_path / "many", [[0, 2, 4], [1, 3, 0]], [0.5], after=0)
+    found, _ = judge_evaluation(many, one, [SAME[0], ComparedQuantity("parameters", "ABSTAIN")])
+    assert found is not None and found.mark == "FAIL"
+
+
 def test_rows_of_other_data_sets_are_not_compared_by_number(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
-    assert judge_evaluation(write_run(tmp_path / "many", [[0, 1, 2], [0, 1]], [0.5], 3), one) == (None, None)
+    assert judge_evaluation(write_run(tmp_path / "many", [[0, 1, 2], [0, 1]], [0.5], 3), one, SAME) == (None, None)
 
 
 def test_numbers_are_those_after_the_last_exchange_and_before_training_goes_on() -> None:
@@ -55,11 +79,11 @@ def test_numbers_are_those_after_the_last_exchange_and_before_training_goes_on()
     value = torch.tensor(0.25)
     seen.hear("item", [value])
     seen.add(iterator, [0, 1])
-    seen.end_reading(iterator, 4)
+    seen.end_reading(iterator, 4, 3)
     seen.hear("item", [value])
     seen.exchange()
     seen.hear("item", [2 * value])
     seen.hear("add", [value])
     seen.begin_training()
     seen.hear("item", [value])
-    assert (seen.rows, seen.length, seen.numbers) == ([0, 1], 4, [0.5])
+    assert (seen.rows, seen.length, seen.updates, seen.numbers) == ([0, 1], 4, 3, [0.5])

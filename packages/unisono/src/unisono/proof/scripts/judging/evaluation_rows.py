@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.predictions import is_equal
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
-from unisono.proof.scripts.replay.reading import read_reading
+from unisono.proof.scripts.replay.reading import ReadingFacts, read_reading
 from unisono.runtime.fault_names import FaultName
 
 EVALUATED = "evaluations read every row once"
 _SAME = 1e-6  # relative, of numbers that come of an evaluation
 
 
-def judge_evaluation(mine: ScriptTrace, reference: ScriptTrace) -> tuple[ComparedQuantity | None, Diagnosis | None]:
+def judge_evaluation(
+    mine: ScriptTrace, reference: ScriptTrace, compared: Sequence[ComparedQuantity]
+) -> tuple[ComparedQuantity | None, Diagnosis | None]:
     """What is to be said of the first evaluation of a script; nothing where none reads all rows of its data set.
 
     Rows that are read twice do no harm where the metric leaves them out, as `gather_for_metrics` of Accelerate does.
-    So it fails where no number that the script reads after the evaluation is one that one process reads.
+    So it fails where no number that the script reads after the evaluation is one that one process reads, and weights
+    are the same: numbers of weights that were drawn otherwise, or trained for longer, say nothing of rows.
 
     Args:
         mine: of several processes.
-        reference: of one, with the same weights.
+        reference: of one.
+        compared: what was compared of both, weights among it.
     """
     readings = [read_reading(mine.folder, rank) for rank in range(len(mine.ranks[0]))]
     one = read_reading(reference.folder, 0)
@@ -46,12 +51,21 @@ def judge_evaluation(mine: ScriptTrace, reference: ScriptTrace) -> tuple[Compare
     if ours and theirs and all(_agree(a, b) for a, b in ends):
         return ComparedQuantity(EVALUATED, "PASS", why=f"{said}; what comes of it agrees"), None
     none = ours and theirs and not any(_agree(a, b) for a in ours for b in theirs)
-    if none and mine.precision == "fp64":
+    same = _has_same_weights(known[0], one, compared)
+    if none and same and mine.precision == "fp64":
         shown = f"{said}, and the script reads {ours[-1]:.6g} of it instead of {theirs[-1]:.6g}"
         failed = ComparedQuantity(EVALUATED, "FAIL", Difference(math.inf, len(mine.facts.steps), shown))
         return failed, build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, shown)
-    why = f"{said}: what counts each of them is not that of one process, and no number was seen that shows it"
+    left = "no number was seen that shows it" if same else "its numbers are not shown to be of the same weights"
+    why = f"{said}: what counts each of them is not that of one process, and {left}"
     return ComparedQuantity(EVALUATED, "ABSTAIN", why=why), None
+
+
+def _has_same_weights(ours: ReadingFacts, theirs: ReadingFacts, compared: Sequence[ComparedQuantity]) -> bool:
+    """Whether both have evaluated weights that were shown to be the same."""
+    which = "parameters" if ours.evaluated_after else "initial parameters"
+    shown = any(one.quantity == which and one.mark == "PASS" for one in compared)
+    return shown and ours.evaluated_after == theirs.evaluated_after
 
 
 def _agree(a: float, b: float) -> bool:

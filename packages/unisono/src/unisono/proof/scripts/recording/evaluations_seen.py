@@ -18,12 +18,14 @@ class EvaluationsSeen:
     Attributes:
         rows: of the first evaluation that has read a `DataLoader` to its end, by their numbers.
         length: of its data set; -1 where that is not known.
+        updates: that were made before it was through.
         numbers: that were read of tensors after its last batch, and after the last exchange between ranks.
     """
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.length = -1
+        self.updates = 0
         self.numbers: list[float] = []
         self._open: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # by iterator, its rows so far
         self._listens = False  # an evaluation is through, and nothing is trained yet
@@ -32,11 +34,11 @@ class EvaluationsSeen:
         """A batch of an evaluation is read."""
         self._open.setdefault(iterator, []).extend(rows)
 
-    def end_reading(self, iterator: Any, length: int) -> None:
-        """An iterator has no more batches."""
+    def end_reading(self, iterator: Any, length: int, updates: int) -> None:
+        """An iterator has no more batches, after that many updates."""
         rows = self._open.pop(iterator, [])
         if rows and not self.rows and len(rows) <= _MOST_ROWS:
-            self.rows, self.length, self._listens = rows, length, True
+            self.rows, self.length, self.updates, self._listens = rows, length, updates, True
 
     def hear(self, name: str, given: Sequence[Tensor]) -> None:
         """A function of torch was called outside of a pass."""

@@ -127,9 +127,9 @@ class FetchedRows:
         if self._latest:
             self.evaluations.add(self._source, self._latest.pop())
 
-    def end_reading(self, iterator: Any) -> None:
-        """An iterator has no more batches."""
-        self.evaluations.end_reading(iterator, _length_of(iterator._dataset))
+    def end_reading(self, iterator: Any, updates: int) -> None:
+        """An iterator has no more batches, after that many updates."""
+        self.evaluations.end_reading(iterator, _length_of(iterator._dataset), updates)
 
     def begin_pass(self) -> None:
         """A backward pass begins; no batch before it is one of an evaluation."""

@@ -197,6 +197,7 @@ class ScriptWatch:
             self._fetched.find_parts(),
             self._evaluations.rows,
             self._evaluations.length,
+            self._evaluations.updates,
             self._evaluations.numbers,
             getattr(self._exchange, "scaled", ""),
             getattr(self._exchange, "beside", []),
@@ -425,7 +426,7 @@ class ScriptWatch:
             try:
                 batch = original(iterator)
             except StopIteration:
-                self._fetched.end_reading(iterator)
+                self._fetched.end_reading(iterator, 0 if self.records is None else self.records.steps)
                 raise
         if self.records is not None:
             self.records.skip_draws()

@@ -26,6 +26,7 @@ class ReadingFacts:
         parts: of every data set, whether it is a part (`Subset`) of another, by whose numbers its rows are known.
         evaluated: the rows of the first evaluation, by their numbers.
         evaluated_of: how many rows its data set has; -1 where that is not known.
+        evaluated_after: how many updates.
         numbers_of_it: that the script has read after it, and after the last exchange between ranks.
         scaled: in words, how the rows of the ranks are those that this run reads, scaled; empty if they are not.
         beside: in words, how what ranks give to the loss past the model is another than this run has for the same rows.
@@ -41,6 +42,7 @@ class ReadingFacts:
     parts: list[bool] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     evaluated_of: int = -1
+    evaluated_after: int = 0
     numbers_of_it: list[float] = field(default_factory=list)
     scaled: str = ""
     beside: list[str] = field(default_factory=list)
