@@ -84,6 +84,7 @@ def test_numbers_are_those_after_the_last_exchange_and_before_training_goes_on()
     seen.exchange()
     seen.hear("item", [2 * value])
     seen.hear("add", [value])
+    seen.hear("item", [(3 * value).requires_grad_()])  # a loss of the training
     seen.begin_training()
     seen.hear("item", [value])
     assert (seen.rows, seen.length, seen.updates, seen.numbers) == ([0, 1], 4, 3, [0.5])

@@ -37,3 +37,13 @@ def test_parts_that_are_scaled_by_their_own_statistics_are_found_by_stride_and_b
         assert torch.allclose(factors, torch.tensor([[2.0, 0.0]] * 3 + [[3.0, -1.0]] * 3, dtype=torch.float64))
         assert fit_parts(whole, parts) is None
         assert fit_parts(whole, [part**3 for part in parts]) is None
+
+
+def test_other_stretches_of_a_grid_and_other_flags_are_no_scaled_rows() -> None:
+    grid = torch.linspace(-3, 3, 96, dtype=torch.float64).unsqueeze(1)
+    assert fit_parts(grid[:16], [grid[:8], grid[48:56]]) is None
+    flags = (torch.arange(96) % 2).double().unsqueeze(1)
+    assert fit_parts(flags[:16], [flags[1:9], flags[48:56]]) is None
+    measured = torch.cat([grid, grid.sin()], 1)
+    scaled = [2 * part + 1 for part in (measured[0:16:2], measured[1:16:2])]
+    assert fit_parts(measured[:16], scaled) is not None

@@ -43,7 +43,9 @@ class EvaluationsSeen:
     def hear(self, name: str, given: Sequence[Tensor]) -> None:
         """A function of torch was called outside of a pass."""
         one = given[0] if self._listens and name in _READS and given else None
-        if one is not None and one.numel() == 1 and not (one.is_complex() or one.is_meta):
+        if one is None or one.requires_grad:  # the last loss of the training, which is printed beside it
+            return
+        if one.numel() == 1 and not (one.is_complex() or one.is_meta):
             self.numbers = [*self.numbers, float(one.detach())][-_MOST_NUMBERS:]
 
     def exchange(self) -> None:

@@ -63,7 +63,8 @@ def fit_parts(native: Any, parts: Sequence[Any]) -> tuple[tuple[float, float], .
     """By rank and column, the factor and the summand that make a batch of one process those of the ranks.
 
     Rows of rank r are those from r on in steps of the number of ranks, or the r-th stretch of them. None where no such
-    numbers make all of it, or where they change nothing.
+    numbers make all of it, or where they change nothing but columns of evenly spaced values, or of two: those of other
+    rows are such multiples of them.
     """
     whole, found = _find_values(native), [_find_values(part) for part in parts]
     each = [one for one in found if one is not None]
@@ -73,12 +74,22 @@ def fit_parts(native: Any, parts: Sequence[Any]) -> tuple[tuple[float, float], .
     for dealt in ([whole[rank :: len(each)] for rank in range(len(each))], [*whole.split(lengths)]):
         if any(mine.shape != one.shape for mine, one in zip(dealt, each, strict=True)):
             continue
-        pairs = ((mine[:, n], one[:, n]) for mine, one in zip(dealt, each, strict=True) for n in range(one.shape[1]))
+        pairs = [(mine[:, n], one[:, n]) for mine, one in zip(dealt, each, strict=True) for n in range(one.shape[1])]
         fits = [_fit(mine, one) for mine, one in pairs]
         known = tuple(one for one in fits if one is not None)
         if len(known) == len(fits):
-            return None if all(abs(a - 1) < _EXACT and abs(b) < _EXACT for a, b in known) else known
+            changed = any(
+                abs(a - 1) > _EXACT or abs(b) > _EXACT
+                for (a, b), (mine, _) in zip(known, pairs, strict=True)
+                if _tells_rows(mine)
+            )
+            return known if changed else None
     return None
+
+
+def _tells_rows(column: Tensor) -> bool:
+    """Whether other rows of the data are hardly its values scaled and shifted, as those of a grid or a flag are."""
+    return len(column.unique()) > 2 and _fit(torch.arange(len(column), dtype=column.dtype), column) is None
 
 
 def _find_values(batch: Any) -> Tensor | None:
