@@ -50,8 +50,8 @@ for _ in range(STEPS):
     optimizer.zero_grad()
     if FAULT in ("pairs", "local pairs", "gathered"):
         left, right = net(x), net(x.roll(1, dims=1))
-        first = 0 if FAULT == "local pairs" else RANK * len(x)
-        loss = nn.functional.cross_entropy(left @ gather(right).T, torch.arange(len(x)) + first)
+        first = 0 if FAULT == "local pairs" else RANK * len(left)
+        loss = nn.functional.cross_entropy(left @ gather(right).T, torch.arange(len(left)) + first)
     elif FAULT in ("policy", "returns"):
         loss = -(net(x).log_softmax(1)[:, 0] * standardise(reward)).mean()
     elif FAULT in ("variance", "spread"):

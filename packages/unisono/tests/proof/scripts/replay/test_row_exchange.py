@@ -102,6 +102,18 @@ def test_what_is_made_of_outputs_or_anew_or_never_changes_is_no_target(tmp_path:
     assert "is the same in every pass of a rank, and another on one process" in replay.reason
 
 
+def test_places_of_a_rank_alone_are_given_although_they_never_change(tmp_path: Path) -> None:
+    places = torch.zeros(1, dtype=torch.long)
+
+    def pairs(outputs: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs @ y.T, places, reduction="sum")
+
+    keep_passes(tmp_path, OF_RANKS, pairs)
+    places = torch.arange(2)
+    replay = RowReplay(tmp_path, [1], "side by side")
+    assert (run_passes(replay, NATIVE, pairs), replay.reason) == ([0.0, 0.0], "")  # one row, which pairs with itself
+
+
 @pytest.mark.parametrize(
     ("loss", "drawn"),
     [

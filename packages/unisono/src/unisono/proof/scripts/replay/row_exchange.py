@@ -206,7 +206,8 @@ class RowReplay:
         """The same of a tensor that goes past the model.
 
         What is the same in every pass of a rank may be no part of a row but a weight, which hides a fault if it is
-        given to one process: nothing is said then, unless one process has the same.
+        given to one process: nothing is said then, unless one process has the same. Of one rank alone, it is given if
+        it has another shape than here: that of its rows, as the places of pairs have.
         """
         windows = self._windows(window)
         if windows is None or not tensor.dim() or any(number not in one.beside for one in windows):
@@ -214,6 +215,8 @@ class RowReplay:
         places = self._places(window)
         kept = [one.beside[number] for one in windows]
         if all(_digest_of(one) in self._constant[rank] for one, (rank, _) in zip(kept, places, strict=True)):
+            if len(kept) == 1 and self._store.get(kept[0]).shape != tensor.shape:
+                return self._give(tensor, kept, [None])  # type: ignore[no-any-return]
             if any(_digest_of(one) != _digest_of(self._store.put(tensor)) for one in kept):
                 self.reason = self.reason or (
                     f"a tensor of shape {tuple(tensor.shape)} goes into the loss, is the same in every pass of a rank, "
