@@ -23,8 +23,10 @@ def write_run(
 ) -> ScriptTrace:
     trace = write_script_trace(folder, [[RankFacts() for _ in rows]])
     for rank, own in enumerate(rows):
-        seen = {"evaluated": own, "evaluated_of": length, "evaluated_after": after, "numbers_of_it": numbers}
-        write_reading(folder, rank, ReadingFacts(True, False, "", **seen), [])  # type: ignore[arg-type]
+        facts = ReadingFacts(
+            True, False, "", evaluated=own, evaluated_of=length, evaluated_after=after, numbers_of_it=numbers
+        )
+        write_reading(folder, rank, facts, [])
     return trace
 
 

@@ -216,7 +216,8 @@ class RowReplay:
         kept = [one.beside[number] for one in windows]
         if all(_digest_of(one) in self._constant[rank] for one, (rank, _) in zip(kept, places, strict=True)):
             if len(kept) == 1 and self._store.get(kept[0]).shape != tensor.shape:
-                return self._give(tensor, kept, [None])  # type: ignore[no-any-return]
+                places_of_it: Tensor = self._give(tensor, kept, [None])
+                return places_of_it
             if any(_digest_of(one) != _digest_of(self._store.put(tensor)) for one in kept):
                 self.reason = self.reason or (
                     f"a tensor of shape {tuple(tensor.shape)} goes into the loss, is the same in every pass of a rank, "
