@@ -19,12 +19,14 @@ SAME = [ComparedQuantity("initial parameters", "PASS"), ComparedQuantity("parame
 
 
 def write_run(
-    folder: Path, rows: list[list[int]], numbers: list[float], length: int = 5, after: int = 3
+    folder: Path, rows: list[list[int]], numbers: list[float], *others: list[float], length: int = 5, after: int = 3
 ) -> ScriptTrace:
+    """Ranks that have evaluated these rows and read the same numbers, or each its own."""
     trace = write_script_trace(folder, [[RankFacts() for _ in rows]])
     for rank, own in enumerate(rows):
+        read = [numbers, *others][rank] if others else numbers
         facts = ReadingFacts(
-            True, False, "", evaluated=own, evaluated_of=length, evaluated_after=after, numbers_of_it=numbers
+            True, False, "", evaluated=own, evaluated_of=length, evaluated_after=after, numbers_of_it=read
         )
         write_reading(folder, rank, facts, [])
     return trace
@@ -53,6 +55,25 @@ def test_rows_of_an_evaluation_are_counted_and_held_against_its_numbers(
 
 
 @pytest.mark.parametrize(
+    ("numbers", "mark"),
+    [
+        (([0.4], []), "ABSTAIN"),  # the loss that rank 0 has trained with, printed beside an accuracy
+        (([0.4], [0.7]), "ABSTAIN"),  # the loss of each
+        (([0.4, 0.5], [0.5, 0.7]), "FAIL"),
+        (([0.5], [0.5, 0.6]), "ABSTAIN"),  # one of them has what one process has
+    ],
+)
+def test_a_number_of_a_rank_alone_is_none_of_the_evaluation(
+    tmp_path: Path, numbers: tuple[list[float], list[float]], mark: Mark
+) -> None:
+    one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
+    many = write_run(tmp_path / "many", [[0, 2, 4], [1, 3, 0]], *numbers)
+    found, likely = judge_evaluation(many, one, SAME)
+    assert found is not None
+    assert (found.mark, likely is not None) == (mark, mark == "FAIL")
+
+
+@pytest.mark.parametrize(
     ("after", "parameters", "mark"),
     [(3, "PASS", "FAIL"), (3, "ABSTAIN", "ABSTAIN"), (6, "PASS", "ABSTAIN"), (0, "PASS", "ABSTAIN")],
 )
@@ -73,7 +94,8 @@ def test_weights_before_the_first_update_are_the_initial_ones(tmp_path: Path) ->
 
 def test_rows_of_other_data_sets_are_not_compared_by_number(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", [[0, 1, 2, 3, 4]], [0.6])
-    assert judge_evaluation(write_run(tmp_path / "many", [[0, 1, 2], [0, 1]], [0.5], 3), one, SAME) == (None, None)
+    many = write_run(tmp_path / "many", [[0, 1, 2], [0, 1]], [0.5], length=3)
+    assert judge_evaluation(many, one, SAME) == (None, None)
 
 
 def test_numbers_are_those_after_the_last_exchange_and_before_training_goes_on() -> None:

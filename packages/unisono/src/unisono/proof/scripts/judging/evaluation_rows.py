@@ -23,8 +23,9 @@ def judge_evaluation(
     """What is to be said of the first evaluation of a script; nothing where none reads all rows of its data set.
 
     Rows that are read twice do no harm where the metric leaves them out, as `gather_for_metrics` of Accelerate does.
-    So it fails where no number that the script reads after the evaluation is one that one process reads, and weights
-    are the same: numbers of weights that were drawn otherwise, or trained for longer, say nothing of rows.
+    So it fails where no number that the script reads after the evaluation is one that one process reads, every rank
+    that has evaluated reads one of them alike, and weights are the same: numbers of weights that were drawn otherwise,
+    or trained for longer, say nothing of rows, and what a rank alone reads may be a number of the rank (its own loss).
 
     Args:
         mine: of several processes.
@@ -50,13 +51,15 @@ def judge_evaluation(
     ends = zip(reversed(ours), reversed(theirs), strict=False)
     if ours and theirs and all(_agree(a, b) for a, b in ends):
         return ComparedQuantity(EVALUATED, "PASS", why=f"{said}; what comes of it agrees"), None
-    none = ours and theirs and not any(_agree(a, b) for a in ours for b in theirs)
+    every = [number for reading in known for number in reading.numbers_of_it]
+    none = theirs and not any(_agree(a, b) for a in every for b in theirs)
+    shared = [number for number in ours if all(number in reading.numbers_of_it for reading in known)]
     same = _has_same_weights(known[0], one, compared)
-    if none and same and mine.precision == "fp64":
-        shown = f"{said}, and the script reads {ours[-1]:.6g} of it instead of {theirs[-1]:.6g}"
+    if none and shared and same and mine.precision == "fp64":
+        shown = f"{said}, and every rank reads {shared[-1]:.6g} after it instead of {theirs[-1]:.6g}"
         failed = ComparedQuantity(EVALUATED, "FAIL", Difference(math.inf, len(mine.facts.steps), shown))
         return failed, build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, shown)
-    left = "no number was seen that shows it" if same else "its numbers are not shown to be of the same weights"
+    left = "no number that all ranks read shows it" if same else "its numbers are not shown to be of the same weights"
     why = f"{said}: what counts each of them is not that of one process, and {left}"
     return ComparedQuantity(EVALUATED, "ABSTAIN", why=why), None
 
