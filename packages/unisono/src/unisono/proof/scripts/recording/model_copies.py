@@ -4,16 +4,55 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from unisono.engines.torch.guards import replicas
 from unisono.proof.scripts.recording.model_facts import find_living, plain_name
 from unisono.runtime.code.source_files import is_user_file
 
 _LEAST = 3  # tensors of a part of the model whose copy is told from a layer that has the same shapes by chance
+
+
+class ModelCopies:
+    """The copies of a model that are there with its second update, and that the script changes.
+
+    What nobody changes is none of them but looks like one: the layer that a stack was copied from, another network of
+    the same shapes.
+
+    Args:
+        gather: what every rank has of a value, which all of them give together.
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+        self._gather = gather
+        self._first: dict[int, tuple[Tensor, int]] = {}  # by `id`, those of the first update, held so that ids last
+        self._beside: dict[str, Tensor] = {}
+        self._kept: dict[str, int] = {}  # digests of those that nobody has changed yet
+
+    def find(self, model: nn.Module, step: int) -> dict[str, Tensor]:
+        """Those that some rank has changed since the first update began; called with every update, from step 0."""
+        if step == 0:
+            found = find_copies(model)
+            digests = replicas.digests(found)
+            self._first = {id(one): (one, digests[name]) for name, one in found.items()}
+            return {}
+        if step == 1:
+            self._beside = find_copies(model)
+            everyone = self._gather(sorted(self._beside))
+            if any(names != everyone[0] for names in everyone):  # gathering is for all
+                self._beside = {n: one for n, one in self._beside.items() if not isinstance(one, DTensor)}
+            ids = {name: id(one) for name, one in self._beside.items()}
+            self._kept = {name: self._first[key][1] for name, key in ids.items() if key in self._first}
+            self._first = {}
+        now = replicas.digests({name: self._beside[name] for name in self._kept})
+        changed = {name for names in self._gather([n for n in now if now[n] != self._kept[n]]) for name in names}
+        self._kept = {name: digest for name, digest in self._kept.items() if name not in changed}
+        return {name: one for name, one in self._beside.items() if name not in self._kept}
 
 
 def find_copies(model: nn.Module) -> dict[str, Tensor]:

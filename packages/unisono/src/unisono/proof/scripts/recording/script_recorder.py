@@ -27,7 +27,7 @@ from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts.recording import model_facts
-from unisono.proof.scripts.recording.model_copies import find_copies
+from unisono.proof.scripts.recording.model_copies import ModelCopies
 from unisono.proof.scripts.recording.model_facts import by_plain_name
 from unisono.proof.scripts.recording.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.recording.parameter_changes import ParameterChanges
@@ -112,6 +112,7 @@ class Records:
         self._group = build_group(place, world.timeout)
         self._facts = RunFacts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
         self._ranks: list[list[RankFacts]] = []  # of every step
+        self._model_copies = ModelCopies(lambda value: self._group.gather(value, "the copies of the model"))
         self._copies: dict[str, Tensor] = {}  # of the model, beside it: averages, teachers
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
         self.seen = RankFacts()
@@ -234,15 +235,6 @@ class Records:
         self._rates = self._norm = self._clean = None
         self.seen, self._inputs = RankFacts(), 0
 
-    def _write_copies(self) -> None:
-        """Record copies of the model that are there with the second update, as the update before has left them."""
-        if self.steps == 1:
-            self._copies = find_copies(self._model)
-            everyone = self._group.gather(sorted(self._copies), "the names of copies")
-            if any(names != everyone[0] for names in everyone):  # gathering is for all
-                self._copies = {n: one for n, one in self._copies.items() if not isinstance(one, DTensor)}
-        self._write("EMA", self.steps, self._copies)
-
     def report(self, values: Mapping[str, float]) -> None:
         """Keep what this process reports of the last update, after it; not collective."""
         self._reported |= values
@@ -339,8 +331,9 @@ class Records:
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.seen.settings = model_facts.read_settings(optimizer)
-        if self._ema is None:
-            self._write_copies()
+        if self._ema is None:  # copies, as the update before has left them
+            self._copies = self._model_copies.find(self._model, self.steps)
+            self._write("EMA", self.steps, self._copies)
         own = {id(parameter) for parameter in model_facts.held_parameters(optimizer)}
         self._clean = self._left.close_update(own)
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
