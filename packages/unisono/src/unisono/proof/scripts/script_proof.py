@@ -363,7 +363,7 @@ def _complete(
         same_step = check.failed is not None and check.failed.worst.step == first.worst.step
         judged.diagnosis = check.diagnosis if same_step else judged.diagnosis
     if first and judged.diagnosis is not None:
-        judged.diagnosis = add_settings(judged.diagnosis, mine, reference, first.worst.step)
+        judged.diagnosis = add_settings(judged.diagnosis, mine, reference, first.worst.step, first.allowed)
 
 
 def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_check.SelfCheck) -> None:

@@ -18,6 +18,7 @@ Groups = list[dict[str, list[float]]]
 DECAY: Groups = [{"weight_decay": [0.1], "betas": [0.9, 0.99]}]
 BY_LOSS: Groups = [{"weight_decay": [0.14], "betas": [0.9, 0.99]}]
 ROUNDED: Groups = [{"weight_decay": [0.1 + 1e-16], "betas": [0.9, 0.99]}]
+OF_GRADIENTS: Groups = [{"weight_decay": [0.1 * (1 + 3e-8)], "betas": [0.9, 0.99]}]
 TWO_GROUPS: Groups = [*DECAY, {"weight_decay": [0.0], "betas": [0.9, 0.95]}]
 OTHER_BETAS: Groups = [*DECAY, {"weight_decay": [0.0], "betas": [0.9, 0.9]}]
 
@@ -38,20 +39,21 @@ def write(folder: Path, *steps: list[Groups]) -> ScriptTrace:
             "betas of group 1 of the optimizer is 0.9 and 0.95 instead of 0.9 and 0.9 in step 2",
         ),
         ([ROUNDED, DECAY], DECAY, ""),
+        ([OF_GRADIENTS, DECAY], OF_GRADIENTS, ""),
         ([TWO_GROUPS, DECAY], TWO_GROUPS, ""),  # a rank that keeps the state of some parameters alone
     ],
-    ids=["by rank", "by layout", "second group", "rounding", "parts"],
+    ids=["by rank", "by layout", "second group", "rounding", "rounding of gradients", "parts"],
 )
 def test_the_setting_that_differs_first_is_named(tmp_path: Path, ranks: list[Groups], one: Groups, told: str) -> None:
     mine = write(tmp_path / "many", [DECAY, DECAY], ranks, [BY_LOSS, DECAY])
     reference = write(tmp_path / "one", [DECAY], [one], [DECAY])
     drift = build_diagnosis(FaultName.REPLICA_DRIFT, "gradients agree")
-    found = add_settings(drift, mine, reference, 2)
+    found = add_settings(drift, mine, reference, 2, 1e-7)
     assert found.because == (f"gradients agree; {told}" if told else "gradients agree")
     assert found.fault == drift.fault
     assert (found.remedy != drift.remedy) == bool(told)
     scaled = build_diagnosis(FaultName.SCALED_GRADIENTS, "by 2")
-    assert add_settings(scaled, mine, reference, 2) is scaled  # of gradients, which no setting changes
+    assert add_settings(scaled, mine, reference, 2, 1e-7) is scaled  # of gradients, which no setting changes
 
 
 def test_settings_are_the_numbers_beside_rates() -> None:
