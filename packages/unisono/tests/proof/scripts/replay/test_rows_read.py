@@ -123,3 +123,17 @@ def test_rows_that_reach_the_model_otherwise_are_not_the_same_rows(tmp_path: Pat
     assert explain_failure(mine, one) == ""
     mine, one = write_runs(tmp_path / "told", ([[], []], []), ([["a"], ["b"]], ["b", "a"]), reasons=("", "", "no room"))
     assert explain_failure(mine, one) == "no room"
+
+
+@pytest.mark.parametrize(("second", "how"), [("(7,)", None), ("(16,)", "side by side")])
+def test_rows_are_parts_of_sequences_only_where_every_step_has_them_so(
+    tmp_path: Path, second: str, how: str | None
+) -> None:
+    """Batches that are padded to their longest row are 7 and 9 wide by chance where one process has 16."""
+    traces = []
+    for name, shapes in (("many", [["(7,)", "(9,)"], [second, "(9,)"]]), ("one", [["(16,)"], ["(16,)"]])):
+        steps = [[RankFacts(inputs=["a"], shape=shape, losses=[1.0]) for shape in step] for step in shapes]
+        traces.append(write_script_trace(tmp_path / name, steps))
+        for rank in range(len(shapes[0])):
+            write_reading(tmp_path / name, rank, ReadingFacts(True, False, ""), [])
+    assert plan_replay(*traces).how == how

@@ -35,8 +35,10 @@ def plan_replay(mine: ScriptTrace, reference: ScriptTrace) -> ReplayPlan:
         facts = read_reading(mine.folder, rank)
         if facts is None or facts.reason:
             return ReplayPlan(None, facts.reason if facts else "the script records itself")
-    if parts := describe_parts_of_rows(mine.ranks[0], reference.ranks[0][0]):
-        return ReplayPlan(None, f"step 1: {parts}")
+    steps = zip(mine.ranks, reference.ranks, strict=False)
+    parts = [describe_parts_of_rows(seen, one[0]) for seen, one in steps]
+    if parts and all(parts):  # batches that are padded to their longest row may look so in one step
+        return ReplayPlan(None, f"step 1: {parts[0]}")
     found: set[How] = set()
     for step, (seen, one) in enumerate(zip(mine.ranks, reference.ranks, strict=False), 1):
         several, alone = [len(rank.losses) for rank in seen], len(one[0].losses)
