@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from unisono.runtime.code.source_files import is_our_file
 
 _CALLS = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "gather", "gather_object",
-    "reduce", "reduce_scatter",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
 )  # fmt: skip
 HARMLESS = (" of torch", " of counts")  # how calls end that torch makes itself, or of what may be counts or reports
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -56,17 +57,21 @@ class ScriptCollectives:
         result, self.found = [*self.found], {}
         return result
 
+    def note(self, name: str, given: Any) -> None:
+        """A function that exchanges something is called, with these arguments."""
+        self._tell()
+        frame: Any = sys._getframe(1) if self._is_passing() else None
+        while frame is not None and is_our_file(frame.f_code.co_filename):  # what watches, a mode of torch functions
+            frame = frame.f_back
+        if frame is not None:
+            file = frame.f_code.co_filename
+            said = name if file.startswith(_TORCH) else f"{name} in {Path(file).name}, line {frame.f_lineno}"
+            large = any(_is_large(leaf) for leaf in tree_leaves(given))
+            self.found[f"{said}{HARMLESS[0] if said == name else '' if large else HARMLESS[1]}"] = None
+
     def _watch(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            self._tell()
-            frame: Any = sys._getframe(1) if self._is_passing() else None
-            while frame is not None and is_our_file(frame.f_code.co_filename):  # a mode of torch functions
-                frame = frame.f_back
-            if frame is not None:
-                file = frame.f_code.co_filename
-                said = name if file.startswith(_TORCH) else f"{name} in {Path(file).name}, line {frame.f_lineno}"
-                large = any(_is_large(leaf) for leaf in tree_leaves((args, named)))
-                self.found[f"{said}{HARMLESS[0] if said == name else '' if large else HARMLESS[1]}"] = None
+            self.note(name, (args, named))
             return original(*args, **named)
 
         call.__name__, call.__doc__, call.__wrapped__ = name, original.__doc__, original  # type: ignore[attr-defined]

@@ -328,6 +328,7 @@ class ScriptWatch:
     def _on_receive(self, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         if self.records is None:
             self.progress.begin_receiving()
+        self._collectives.note(original.__name__, (args, named))
         return original(*args, **named)
 
     def _on_shadow(self, original: Callable[..., Any], /, hook: Any) -> Any:

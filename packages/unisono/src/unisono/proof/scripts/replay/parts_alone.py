@@ -151,13 +151,13 @@ def explain_exchange(
 
 
 def explain_process(ranks: Sequence[Computed], alone: Sequence[Computed], limit: float) -> Diagnosis:
-    """The name where one process computes another loss of the rows of a rank, and ranks exchange nothing."""
+    """The name where one process computes another loss of the rows of a rank, and no exchange was seen."""
     off = [n for n, (rank, one) in enumerate(zip(ranks, alone, strict=True)) if not one.equals(rank, limit)]
     shown = "; ".join(f"{ranks[n].loss:.6g} on rank {n} and {alone[n].loss:.6g} on one process" for n in off[:2])
     detail = (
         f"one process that is given the rows of a rank alone computes another loss or gradient than it ({shown}), and "
-        "ranks exchange nothing within a pass: it reads what is not in these rows, as the rank, a count or a statistic "
-        "of the rank's part of the data, or a state"
+        "no exchange between ranks was seen within a pass (of those that are watched): it reads what is not in these "
+        "rows, as the rank, a count or a statistic of the rank's part of the data, or a state"
     )
     return build_diagnosis(FaultName.LOSS_BY_PROCESS, detail)
 
