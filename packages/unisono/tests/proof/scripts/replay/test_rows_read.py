@@ -137,3 +137,14 @@ def test_rows_are_parts_of_sequences_only_where_every_step_has_them_so(
         for rank in range(len(shapes[0])):
             write_reading(tmp_path / name, rank, ReadingFacts(True, False, ""), [])
     assert plan_replay(*traces).how == how
+
+
+@pytest.mark.parametrize(("whole", "mark"), [(4, "FAIL"), (2, "ABSTAIN")])
+def test_parts_are_known_by_the_numbers_of_what_all_ranks_and_one_process_split(
+    tmp_path: Path, whole: int, mark: str
+) -> None:
+    """Ranks that split two rows of their own number them 0 and 1, as others do that read rows 0 and 1 of all four."""
+    mine, one = write_runs(tmp_path, ([[], []], [3, 1]), ([["a"], ["b"]], ["d", "b"]))
+    for trace, rank, rows, length in ((mine, 0, [0, 1], whole), (mine, 1, [1, 0], whole), (one, 0, [0, 1, 2, 3], 4)):
+        write_reading(trace.folder, rank, ReadingFacts(True, False, "", wholes=[length]), [np.array(rows)])
+    assert judge_reading(mine, one, "other inputs", own_numbers=True)[0].mark == mark

@@ -77,12 +77,12 @@ class FetchedRows:
         self._latest.append(numbers)
         return len(numbers) or None
 
-    def find_parts(self) -> list[bool]:
-        """Of each data set that passes were made of, whether it is a part of another, by whose numbers rows are known.
+    def find_wholes(self) -> list[int]:
+        """Of each data set that passes were made of and that is a part of another, how many rows the whole has.
 
-        Rows that a data set of a rank's own numbers are others on every rank.
+        By its numbers rows are known. 0 for a data set that is no `Subset`, -1 where the length is not known.
         """
-        return [isinstance(self._data[key], Subset) for key in self._lengths]
+        return [_whole_length(self._data[key]) for key in self._lengths]
 
     def list_epochs(self) -> list[NDArray[np.int64]]:
         """The rows of one epoch of every data set that passes were made of, as its sampler deals them out to this rank.
@@ -153,6 +153,13 @@ def _in_whole(data: Any, rows: list[int]) -> list[int]:
         rows = [int(data.indices[row]) for row in rows]
         data = data.dataset
     return rows
+
+
+def _whole_length(data: Any) -> int:
+    whole = data
+    while isinstance(whole, Subset):
+        whole = whole.dataset
+    return 0 if whole is data else _length_of(whole)
 
 
 def _length_of(data: Any) -> int:

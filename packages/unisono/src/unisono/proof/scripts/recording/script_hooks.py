@@ -194,7 +194,7 @@ class ScriptWatch:
             self.records.find_lower() if self.records is not None else [],
             self._fetched.find_next_epoch(self.records.steps) if self.records is not None else 0,
             self._ended,
-            self._fetched.find_parts(),
+            self._fetched.find_wholes(),
             self._evaluations.rows,
             self._evaluations.length,
             self._evaluations.updates,

@@ -23,7 +23,8 @@ class ReadingFacts:
         lower: parameters of a lower precision than float64.
         next_epoch: the update that is the first of the second epoch; 0 where that is not known.
         ended: whether the script came to its own end.
-        parts: of every data set, whether it is a part (`Subset`) of another, by whose numbers its rows are known.
+        wholes: of every data set that is a part (`Subset`) of another, how many rows that has, by whose numbers its
+            rows are known; 0 of others, -1 where that is not known.
         evaluated: the rows of the first evaluation, by their numbers.
         evaluated_of: how many rows its data set has; -1 where that is not known.
         evaluated_after: how many updates.
@@ -39,7 +40,7 @@ class ReadingFacts:
     lower: list[str] = field(default_factory=list)
     next_epoch: int = 0
     ended: bool = False
-    parts: list[bool] = field(default_factory=list)
+    wholes: list[int] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     evaluated_of: int = -1
     evaluated_after: int = 0

@@ -42,7 +42,7 @@ def judge_reading(
         each = [rows[number] for rows in epochs if number < len(rows)]
         if not len(one) or len(each) < len(epochs) or not all(map(len, each)):
             continue
-        if own_numbers and not all(_is_part(mine, rank, number) for rank in ranks):
+        if own_numbers and not _are_parts_of_one(mine, reference, number):
             continue
         likely, said = describe_epoch(each, one, update)
         if likely is not None:
@@ -70,10 +70,15 @@ def judge_reading(
     return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
 
 
-def _is_part(trace: ScriptTrace, rank: int, number: int) -> bool:
-    """Whether a data set of a rank is a part of another, by whose numbers its rows are known."""
-    reading = read_reading(trace.folder, rank)
-    return reading is not None and reading.parts[number : number + 1] == [True]
+def _are_parts_of_one(mine: ScriptTrace, reference: ScriptTrace, number: int) -> bool:
+    """Whether a data set is a part of one that every rank and one process have alike, by whose numbers rows are known.
+
+    A rank may split what is its own, too: that is shorter than what one process splits, if it splits anything.
+    """
+    runs = [*((mine, rank) for rank in range(len(mine.ranks[0]))), (reference, 0)]
+    readings = [read_reading(trace.folder, rank) for trace, rank in runs]
+    *ours, theirs = (one.wholes[number] if one is not None and number < len(one.wholes) else 0 for one in readings)
+    return len({*ours}) == 1 and ours[0] != 0 and theirs in (0, ours[0])
 
 
 def _inputs_by_number(trace: ScriptTrace) -> dict[int, str]:
