@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words of the command; None for those of this process, which then ends here where it has computed.
     """
-    console.lost.clear()
+    console.lost = None
     if argv is None:
         console.open_missing_streams()
         console.clean_warnings()
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = format_error(error)
         say(text if text.startswith("Traceback") else f"unisono: error: {text}", error=True)
         code = 1
-    if console.lost:
+    if console.lost is not None:
         words = sys.argv[1:] if argv is None else argv
-        code = code or int(words[0] not in _TRAINS)  # what else was asked for is in what it prints
+        code = code or int(next(iter(words), "") not in _TRAINS)  # what else was asked for is in what it prints
         console.discard_output(sys.stdout)  # or the interpreter tries once more to write it, and says so
     if argv is None and "torch" in sys.modules:
         # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from unisono.runtime import secrets
 from unisono.runtime.text import escape_controls, fold
 
-lost: list[OSError] = []  # why messages of this process could not be written
+lost: str | None = None  # why the first message that could not be written was not
 
 
 def clean(text: object) -> str:
@@ -56,11 +56,12 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
 
 def note_lost(error: OSError) -> None:
     """Note that a message could not be written, as into a file on a full disk: no run ends for that."""
-    if not lost:
+    global lost
+    if lost is None:
+        lost = error.strerror or str(error)  # not the error, whose traceback keeps all that its frames hold
         with suppress(OSError):  # it may lead to the same file
-            sys.stderr.write(f"unisono: WARNING: what this command prints is lost: {error.strerror}\n")
+            sys.stderr.write(f"unisono: WARNING: what this command prints is lost: {lost}\n")
             sys.stderr.flush()
-    lost.append(error)
 
 
 def open_missing_streams() -> None:
