@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -170,6 +171,31 @@ def test_another_kind_of_a_group_keeps_no_value_of_a_key_that_means_something_el
     found = read_config(tmp_path / "config.yaml", recipe, other).data
     assert (found.held_out, found.seed) == (0.1, 7)  # a share of the rows, where it was a number of them
     assert read_config(tmp_path / "config.yaml", recipe, [*other, "data.held_out=0.3"]).data.held_out == 0.3
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"floor": 0.1}, "floor=0.1 has no effect on kind=constant"),
+        ({"start": 0.1}, "start=0.1 has no effect without a warm-up"),
+        ({"steps": 5}, "steps=5 has no effect on kind=constant"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_in_a_new_run_and_read_in_an_old_one(
+    tmp_path: Path, setting: dict[str, Any], told: str
+):
+    """Runs that were trained with one could be neither resumed nor evaluated, exported or predicted with."""
+    (key, value), now = next(iter(setting.items())), config("schedules.lr={kind: constant}")
+    with pytest.raises(ConfigError, match=rf"schedules\.lr: {re.escape(told)}.*\(override 'schedules\.lr={{"):
+        load_config(
+            now.recipe, ["train.steps=2", "optim=sgd", "optim.lr=1", f"schedules.lr={{kind: constant, {key}: {value}}}"]
+        )
+    old = fingerprint.to_json(now)
+    old["schedules"]["lr"] |= setting
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old), encoding="utf-8")
+    found = read_config(tmp_path / "config.yaml", now.recipe)
+    assert getattr(found.schedules["lr"], key) == value
+    assert read_config(tmp_path / "config.yaml", now.recipe, ["train.steps=9"]).train.steps == 9
 
 
 # keys that there were -------------------------------------------------------------------------------------------------

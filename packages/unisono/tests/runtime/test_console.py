@@ -6,8 +6,8 @@ import io
 import os
 import subprocess
 import sys
-import weakref
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ class ComposedConfig:
     Attributes:
         values: nested dictionary of plain values.
         origins: dotted key of every value that was written somewhere -> `file.yaml:line` or `override 'key=value'`.
+        is_new: whether it is composed for a run that does not exist yet, of which more is asked.
     """
 
     values: dict[str, Any]
     origins: dict[str, str]
+    is_new: bool = False
 
     def origin(self, dotted: str) -> str:
         """Where a key comes from: itself, else the nearest written key above it, else the schema's default."""
@@ -145,7 +147,7 @@ class Composer:
             group, _, name = key.partition(".")
             values[group] = {**(values.get(group) or {}), name: value}
             origins[key] = f"default, which yields to {other}"
-        composed = ComposedConfig(values, origins)
+        composed = ComposedConfig(values, origins, is_new=True)
         _refuse_instantiation(values, composed)
         return composed
 
@@ -178,7 +180,7 @@ def apply_overrides(composed: ComposedConfig, overrides: Sequence[str], folders:
         merged = isinstance(new, dict) and isinstance(inside.get(last), dict) and not given.replaces
         inside[last] = {**inside[last], **new} if merged else new
         origins[given.key] = f"override '{override}'"
-    return ComposedConfig(values, origins)
+    return replace(composed, values=values, origins=origins)
 
 
 def _search_path(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:

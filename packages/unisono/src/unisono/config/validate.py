@@ -72,6 +72,10 @@ def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
         config = RunConfig.model_validate({**values, **{group: {} for group in groups}})
     except ValidationError as error:
         mistakes += _format_mistakes(error, composed, groups)
+    else:
+        for name, schedule in config.schedules.items() if composed.is_new else ():
+            if why := schedule.find_unused():
+                mistakes.append(f"schedules.{name}: {why} ({composed.origin(f'schedules.{name}')})")
     if len(missing) == len(mistakes) > 0:
         plain = {group: settings.model_dump(mode="json", warnings=False) for group, settings in typed.items()}
         raise MissingKeysError("\n".join(dict.fromkeys(mistakes)), {**config.model_dump(mode="json"), **plain}, missing)

@@ -9,6 +9,7 @@ import inspect
 import numbers
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,7 +128,7 @@ def with_engine(composed: ComposedConfig, kind: type[Task]) -> ComposedConfig:
             f"layout.engine={requested}, but {kind.__name__} is written in {kind.engine}; leave layout.engine out"
         )
     layout = {**(composed.values.get("layout") or {}), "engine": kind.engine}
-    return ComposedConfig({**composed.values, "layout": layout}, composed.origins)
+    return replace(composed, values={**composed.values, "layout": layout})
 
 
 def format_override(value: Any) -> str:

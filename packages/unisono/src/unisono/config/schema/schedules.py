@@ -21,20 +21,19 @@ class ScheduleGroup(Settings):
     floor: Fraction = Field(0.0, description="minimum factor")
     steps: PositiveInt | None = Field(None, description="length; null: the whole run")
 
-    @model_validator(mode="after")
-    def _check_used(self) -> ScheduleGroup:
-        """Refuse what would change no value."""
+    def find_unused(self) -> str | None:
+        """Which setting changes no value, and why; None if all do. Refused in new runs: old ones may have it."""
         kind = getattr(self, "kind", "")
         if self.start and not self.warmup:
-            raise ValueError(f"start={self.start:g} has no effect without a warm-up; set warmup, or leave it out")
+            return f"start={self.start:g} has no effect without a warm-up; set warmup, or leave it out"
         if self.floor and kind == "constant":
-            raise ValueError(f"floor={self.floor:g} has no effect on kind=constant, which never falls; leave it out")
+            return f"floor={self.floor:g} has no effect on kind=constant, which never falls; leave it out"
         if self.steps and kind in ("constant", "inverse_sqrt", "plateau") and not 0 < self.warmup < 1:
-            raise ValueError(
+            return (
                 f"steps={self.steps} has no effect on kind={kind}, which falls by no end (only on a warmup that is a "
                 "fraction of them); leave it out"
             )
-        return self
+        return None
 
 
 class Constant(ScheduleGroup):

@@ -18,7 +18,7 @@ import symtable
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -100,7 +100,7 @@ class CellClass:
             data = dict(values.get("data") or {})
             if data.get("worker_kind", "auto") == "auto":  # worker processes would need what is missing
                 values["data"] = {**data, "worker_kind": "threads"}
-        return ComposedConfig(values, composed.origins)
+        return replace(composed, values=values)
 
     def check_start(self, config: RunConfig, facts: Mapping[str, Any] | None) -> None:
         """Refuse several processes where something is missing, and say what one process cannot do.
