@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from unisono.runtime.errors import DataError
+from unisono.runtime.untrusted import bounded_call
 from unisono.runtime.untrusted.bounded_call import call_bounded
 
 
@@ -30,6 +31,18 @@ def test_a_loop_without_an_end_is_ended_even_if_it_catches_every_exception() -> 
     with pytest.raises(DataError, match=r"it takes more than 0\.1 s of processor time"):
         call_bounded(work, "it", seconds=0.1)
     assert not [thread for thread in threading.enumerate() if thread.name == "unisono-bounded"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_without_a_word_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller looked for ever, as after an exception that arrived while the thread noted its last one."""
+
+    def die() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(bounded_call, "_own_clock", die)
+    with pytest.raises(DataError, match="it takes more than the memory that there is"):
+        call_bounded(lambda: None, "it")
 
 
 def test_memory_that_doubles_is_noticed() -> None:

@@ -49,7 +49,7 @@ def call_bounded(work: Callable[[], Result], what: str, seconds: float = 5.0, si
     before, reason = peak_resident(), ""
     thread = threading.Thread(target=run, name="unisono-bounded", daemon=True)
     thread.start()
-    while not done:
+    while thread.is_alive():
         thread.join(_LOOK)
         if done or not clocks or reason:
             continue
@@ -60,6 +60,8 @@ def call_bounded(work: Callable[[], Result], what: str, seconds: float = 5.0, si
                 reason = f"{size / (1 << 30):g} GiB of memory"
         if reason and thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TooMuch))
+    if not done:  # ended while it was noting its end, by our exception or for want of memory
+        raise DataError(f"{what} takes more than {reason or 'the memory that there is'}; it is not for use")
     succeeded, result = done[0]
     if succeeded:
         return result  # type: ignore[no-any-return]
