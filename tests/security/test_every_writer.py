@@ -42,7 +42,6 @@ ASSETS = {  # of a run, whose folder is looked through before it is called (`che
 OTHERS = {
     "checkpoint.remote.object_store.begin": "an object of a store",
     "checkpoint.remote.object_store.send": "an object of a store",
-    "engines.jax.parallel.runtime.redirect_native_output": "follows no link",
     "launch.autobatch.memory.reset_peak": "a file of the kernel",
     "unisono_audio.sources.scan.scan": "beside the list that the user names",
     "unisono_language.data.tokenizer.train": "in the folder that the user names",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "checkpoints": _save,
     "profile": _profile,
     "samples": lambda run: samples.prepare_sample(run, 1, "a", np.zeros((2, 2))),
+    "logs/rank-00000.native.log": lambda run: safe_writing.open_anew(run, "logs/rank-00000.native.log"),
     "logs ": local_processes.remove_old_faults,
 }
 
@@ -144,3 +146,22 @@ def test_an_earlier_configuration_with_a_strange_number_is_none(tmp_path: Path) 
     (tmp_path / "config.\u00b2.yaml").touch()
     write_with_backup(tmp_path / "config.yaml", "b")
     assert (tmp_path / "config.0001.yaml").read_text() == "a"
+
+
+def test_a_log_of_native_code_that_is_a_pipe_is_left_alone(tmp_path: Path) -> None:
+    """A JAX rank waited in `open` for somebody who reads it."""
+    pytest.importorskip("jax")
+    from unisono.engines.jax.parallel import runtime
+
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "a.log")
+    before = sys.stdout
+    runtime.redirect_native_output(tmp_path, "logs/a.log")
+    assert sys.stdout is before
+
+
+def test_a_log_that_is_written_anew_holds_nothing_of_before(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(b"of an earlier start")
+    with safe_writing.open_anew(tmp_path, "a.log") as file:
+        file.write(b"new")
+    assert (tmp_path / "a.log").read_bytes() == b"new"

@@ -219,7 +219,7 @@ def redirect_native_output(config: RunConfig, folder: Path, place: ProcessInfo) 
     if config.layout.engine == "jax":
         from unisono.engines.jax.parallel import runtime
 
-        runtime.redirect_native_output(folder / "logs" / f"rank-{place.rank:05d}.native.log")
+        runtime.redirect_native_output(folder, f"logs/rank-{place.rank:05d}.native.log")
 
 
 def main(folder: Path, digest: str) -> NoReturn:

@@ -69,6 +69,13 @@ def open_to_change(folder: Path, name: str) -> BufferedRandom:
     return BufferedRandom(FileIO(_open_to_write(folder, name, os.O_RDWR), "r+"))
 
 
+def open_anew(folder: Path, name: str) -> FileIO:
+    """Open a file in a folder, to write bytes, and empty it; as for `open_to_append`."""
+    file = FileIO(_open_to_write(folder, name, os.O_WRONLY), "w")
+    file.truncate(0)  # now that it is known to be a file of its own
+    return file
+
+
 def check_contents(folder: Path) -> None:
     """Refuse a folder that holds anything but regular files and folders, before others write files into it by name.
 

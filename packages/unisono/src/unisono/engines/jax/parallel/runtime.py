@@ -30,6 +30,7 @@ from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.communication.listening import listen, reserve_port
 from unisono.runtime.errors import ConfigError, DeadlineError
 from unisono.runtime.files import cache_dir, check_private, make_cache_folder
+from unisono.runtime.untrusted import safe_writing
 
 log = logging.getLogger(__name__)
 
@@ -206,21 +207,20 @@ def _probe(host: str, port: int, rank: int, limit: float, key: str = "") -> None
     )
 
 
-def redirect_native_output(file: Path) -> None:
-    """Send what native code writes to stdout and stderr to a file; what Python writes goes where it went.
+def redirect_native_output(folder: Path, name: str) -> None:
+    """Send what native code writes to stdout and stderr to a file in a folder; what Python writes goes where it went.
 
     gloo and XLA log every connection, and a page of addresses when a peer is gone.
     """
     with suppress(OSError, ValueError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        log_file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        log_file = safe_writing.open_anew(folder, name)
         for number, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()
             kept = os.dup(number)
             setattr(sys, name, os.fdopen(kept, "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"))
-            os.dup2(log_file, number)
-        os.close(log_file)
+            os.dup2(log_file.fileno(), number)
+        log_file.close()
 
 
 def _set_option(name: str, value: object) -> None:
