@@ -150,3 +150,10 @@ def test_a_store_that_is_a_folder_leads_nowhere_else(tmp_path: Path, name: str) 
         with pytest.raises(DataError, match=r"is a (link|pipe), and a store's objects are files in its own folder"):
             ask()
     assert not private.is_dir() or list(private.iterdir()) == []
+
+
+def test_the_folder_of_all_runs_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "backup").symlink_to(tmp_path / "disk")
+    ObjectStore.for_run(f"file://{tmp_path / 'backup'}", "a").put("checkpoints/a.json", b"1")
+    assert (tmp_path / "disk" / "a" / "checkpoints" / "a.json").read_bytes() == b"1"
