@@ -14,14 +14,16 @@ from packages.unisono.tests import processes, runs
 from packages.unisono.tests.runs import configuration
 from packages.unisono.tests.tasks import TransformerTask
 from unisono.callback import Callback
+from unisono.config.schema import schedules
 from unisono.config.schema.run import RunConfig
 from unisono.launch.resolving.preflight import preflight
 from unisono.observe import events
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.training.callbacks.build import build_callbacks
+from unisono.training.callbacks.plateau import FallOnPlateau
 
-PLATEAU = {"kind": "plateau", "patience": 2, "min_delta": 100.0, "factor": 0.5, "warmup": 2, "floor": 0.2}
+PLATEAU = {"kind": "plateau", "patience": 2, "min_delta": 1.0, "factor": 0.5, "warmup": 2, "floor": 0.2}
 RATE = 1e-2
 
 
@@ -68,6 +70,16 @@ def test_a_resumed_run_has_fallen_as_often_and_ends_bit_for_bit(tmp_path: Path) 
     mine, reference = (runs.saved_arrays(tmp_path / name) for name in ("resumed", "whole"))
     assert mine.keys() == reference.keys()
     assert all(np.array_equal(mine[name], reference[name]) for name in reference)
+
+
+def test_a_small_loss_that_halves_improves_and_a_large_one_that_only_rounds_does_not() -> None:
+    """With an absolute `min_delta` of 1e-4 a loss of 1e-4 could never improve, so that the rate fell while it did."""
+    made = schedules.Plateau(kind="plateau", patience=1)
+    halving, rounding = FallOnPlateau(made), FallOnPlateau(made)
+    for step in range(4):
+        halving.on_evaluation(step, {"loss": 1e-4 * 0.5**step})
+        rounding.on_evaluation(step, {"loss": 1e4 * (1 - 1e-6 * step)})
+    assert (halving.count(), rounding.count()) == (0, 3)
 
 
 class Rates(Callback):

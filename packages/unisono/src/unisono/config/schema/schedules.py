@@ -99,7 +99,7 @@ class Plateau(ScheduleGroup):
     metric: str = Field("loss", min_length=1, description="of the evaluations, as events name it")
     mode: Literal["min", "max"] = Field("min", description="whether less or more is better")
     patience: PositiveInt = Field(3, description="evaluations without an improvement after which it falls")
-    min_delta: NonNegative = Field(1e-4, description="a smaller change is no improvement; above what rounding is")
+    min_delta: NonNegative = Field(1e-4, description="share of the best value; a smaller change is no improvement")
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="what it falls by, down to the floor")
 
 

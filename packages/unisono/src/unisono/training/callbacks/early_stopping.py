@@ -63,7 +63,7 @@ class EarlyStopping(Callback):
         metric = self.config.metric
         require_metric(self._key, metric, values)
         value = values[metric] if self.config.mode == "min" else -values[metric]
-        if math.isfinite(value) and (self.best is None or value < self.best - self.config.min_delta):
+        if math.isfinite(value) and (self.best is None or value < self.best - self._least_change(self.best)):
             self.best, self.best_step, self.waited = value, step, 0
         else:
             self.waited += 1
@@ -76,6 +76,10 @@ class EarlyStopping(Callback):
     def load_state(self, state: Any) -> None:
         """Resume where the checkpoint was written."""
         self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
+
+    def _least_change(self, best: float) -> float:
+        """By how much the best value has to be beaten."""
+        return self.config.min_delta
 
     def _verdict(self) -> Stop | None:
         if self.waited < self.config.patience:

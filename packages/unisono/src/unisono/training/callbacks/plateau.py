@@ -45,6 +45,9 @@ class FallOnPlateau(EarlyStopping):
         self._falls, self.waited = self._falls + 1, 0
         log.info("step %d: the learning rate falls by %g: %s", step, self._factor, why.reason.partition(";")[0])
 
+    def _least_change(self, best: float) -> float:
+        return self.config.min_delta * abs(best)
+
     def state(self) -> dict[str, Any]:
         """That of `EarlyStopping`, and how often the rate has fallen."""
         return {**super().state(), "falls": self._falls}
