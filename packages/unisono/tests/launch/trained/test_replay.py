@@ -61,6 +61,14 @@ def test_what_nothing_has_disturbed_comes_out_as_it_was(
     assert not (run / REPLAYS).exists()
 
 
+def test_a_rate_that_fell_on_a_plateau_falls_again_at_the_same_step(tmp_path: Path) -> None:
+    plateau = ("schedules.lr={kind: plateau, patience: 1, min_delta: 1.0}", "eval.every=1", "eval.patience=9")
+    assert main.main(["train", TASK, *WORDS, *plateau, f"run.dir={tmp_path}"]) == 0
+    replayed = replay(tmp_path / "a", 2, 6)
+    assert replayed.is_same, "\n".join(replayed.lines(tmp_path / "a"))
+    assert len({line.get("lr") for line in map(json.loads, (tmp_path / "a" / "events.jsonl").open())} - {None}) > 2
+
+
 def changed(run: Path, step: int, name: str) -> None:
     """Change one number of an array of a checkpoint, as a run would have written it that computed it wrong."""
     path = run / "checkpoints" / f"step-{step:08d}"

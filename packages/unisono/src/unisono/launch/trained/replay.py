@@ -24,6 +24,7 @@ from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config import CONFIG_FILE, fingerprint
 from unisono.config.code import references
 from unisono.config.schema.run import RunConfig, Upload
+from unisono.config.schema.schedules import Plateau
 from unisono.data import ledger
 from unisono.launch import cluster, start
 from unisono.launch.resolving.run_directory import FILES, FINGERPRINT
@@ -179,6 +180,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
     folder = safe_writing.make_folder(run, REPLAYS) / name
     layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was at that time
+    falls = isinstance(config.schedules.get("lr"), Plateau)  # by what evaluations come to, so they are made again
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),
         "run": {"name": name, "dir": folder.parent, "resume": "must" if before else "never", "stop_after": after.step},
@@ -187,7 +189,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
             "final": "resumable" if after.holds == "everything" else after.holds,
             "upload": Upload(),
         },
-        "eval": {"every": None, "at_end": False}, "callbacks": [],
+        "eval": {"every": config.eval.every if falls else None, "at_end": False, "patience": None}, "callbacks": [],
         "observe": {"trackers": [], "profile": None},
         "launch": {"nodes": 1, "node_rank": None, "rendezvous": None, "max_restarts": 0},
     }  # fmt: skip
@@ -202,6 +204,11 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
         _link_checkpoint(before.path, folder / "checkpoints" / before.path.name)
         if (run / ledger.FOLDER).is_dir():
             safe_writing.copy_folder(run / ledger.FOLDER, folder / ledger.FOLDER)
+        if falls:  # what was evaluated at the checkpoint is in its state, and not to be counted twice
+            (folder / "events.jsonl").touch(exist_ok=False)
+            for event in events.read_events(run / "events.jsonl"):
+                if event.get("eval") and event["step"] == made:
+                    events.append_event(folder / "events.jsonl", event)
         for file in (FINGERPRINT, FILES):
             if os.path.lexists(run / file):
                 safe_paths.copy_inside(run, file, folder / file)
