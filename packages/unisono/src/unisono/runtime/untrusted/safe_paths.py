@@ -34,7 +34,8 @@ WILDCARDS = "*?["  # of a glob
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
 _INVALID = re.compile(r"[\0\\\ud800-\udfff]")  # separators of Windows, and what no name of a file holds
-_EXPONENT = re.compile(r"[eE](?<=[0-9].)\+?[0-9]")  # that may lead beyond a float; `true` and `1e-05` do not
+# Neither `true` nor `1e-05` leads beyond a float; one letter at the beginning of each is found ten times as fast as two.
+_LARGE_EXPONENTS = re.compile("e[+0-9]"), re.compile("E[+0-9]")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
@@ -268,7 +269,8 @@ def decode_json(content: bytes | str) -> Any:
     if content.startswith("\ufeff"):  # as `json.loads`, which builds a decoder for every call
         raise ValueError("it begins with a byte order mark")
     # A hook for floats makes numbers half as slow again, so it is only for text that may have what it looks for.
-    return (_FINITE_DECODER if _EXPONENT.search(content) else _DECODER).decode(content)
+    large = any(sign.search(content) for sign in _LARGE_EXPONENTS)
+    return (_FINITE_DECODER if large else _DECODER).decode(content)
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
