@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,38 @@ def test_recordings_that_are_not_there_are_refused_before_the_start(tmp_path: Pa
         open_recordings(tmp_path / "x.parquet")
     with pytest.raises(DataError, match="column 'x' is int64, not recordings"):
         open_recordings(tmp_path / "x.parquet", audio="x")
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member
+
+
+@pytest.mark.parametrize(
+    ("member", "told"),
+    [
+        (link("s/900.flac", "000.flac"), "s/900.flac is a link, so the archive does not hold its bytes"),
+        (link("s/000.txt", "000.json"), "s/000.txt is a link, so"),
+        (link("s/900.flac", "s/000.flac", tarfile.LNKTYPE), "s/900.flac is a link, so"),
+        (link("more", "/data/more"), "more is a link to /data/more, which is no file of the archive"),
+        (link("v1.0", "s"), "v1.0 is a link to s, which is no file of the archive"),
+        (link("README", "./s/000.json"), None),
+        (link("s/README.md", "../s/./000.json"), None),
+        (link("README", "s/000.json", tarfile.LNKTYPE), None),
+    ],
+)
+def test_a_link_in_an_archive_is_refused_where_a_row_may_be_missing(
+    tmp_path: Path, member: tarfile.TarInfo, told: str | None
+) -> None:
+    archive = write(tmp_path, "tar")
+    with tarfile.open(archive, "a") as file:
+        file.addfile(member)
+    if told is None:
+        assert len(open_recordings(archive, label="ebird_code")) == ROWS
+    else:
+        with pytest.raises(DataError, match=told):
+            open_recordings(archive)
 
 
 def test_files_that_change_are_refused_by_name(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono_audio.recordings import ByteRange, data_of
 from unisono_audio.sources.metadata import AUDIO_SUFFIXES, RecordingTable, file_status
+
+_LABELS = "json", "cls", "txt", "text"  # endings of members that become columns
 
 
 def expand_paths(paths: Sequence[str]) -> list[str]:
@@ -98,7 +101,7 @@ class Archives(RecordingTable):
         path, name, members = self._rows[row]
         found: dict[str, Any] = {"key": name}
         for ending, part in members.items():
-            if ending in ("json", "cls", "txt", "text"):
+            if ending in _LABELS:
                 found |= _parse_member(ending, bytes(data_of(self._part(path, part))), f"{path}, {name}.{ending}")
         return found
 
@@ -108,6 +111,7 @@ class Archives(RecordingTable):
     def _index(self, path: str) -> list[tuple[str, str, dict[str, tuple[int, int]]]]:
         """The rows of an archive: its path, the row's name, and the offset and size of each member."""
         rows: dict[str, dict[str, tuple[int, int]]] = {}
+        files, links = set[str](), dict[str, str]()  # names, and those of symbolic links by what they lead to
         try:
             with (
                 wrap_native_errors(f"{path} cannot be read as a tar archive"),  # a header that lies is any error
@@ -118,19 +122,23 @@ class Archives(RecordingTable):
                     archive.members = []  # type: ignore[attr-defined]  # it would hold all of them
                     if member.size < 0:  # Python 3.11's reader would go back, and read the same member for ever
                         raise DataError(f"{path}: {one_line(member.name)} has {member.size} bytes; copy it again")
-                    if member.islnk() or member.issym() or member.issparse():
+                    folder, _, base = member.name.rpartition("/")
+                    name, _, ending = base.partition(".")
+                    ending = ending.lower()
+                    lacks_bytes = member.islnk() or member.issym() or member.issparse()
+                    if lacks_bytes and name and (_is_audio(ending) or ending in _LABELS):
                         what = "has holes" if member.issparse() else "is a link"
                         raise DataError(
                             f"{path}: {one_line(member.name)} {what}, so the archive does not hold its bytes; write it "
                             "again with `tar --dereference --hard-dereference`, and without --sparse"
                         )
-                    if not member.isfile():
+                    if member.issym():
+                        links[posixpath.normpath(posixpath.join(folder, member.linkname))] = member.name
+                    if lacks_bytes or not member.isfile():
                         continue
-                    folder, _, base = member.name.rpartition("/")
-                    name, _, ending = base.partition(".")
+                    files.add(posixpath.normpath(member.name))
                     if name and ending:
                         parts = rows.setdefault(f"{folder}/{name}" if folder else name, {})
-                        ending = ending.lower()
                         if ending in parts or (_is_audio(ending) and any(map(_is_audio, parts))):
                             raise DataError(
                                 f"{path} has {'two recordings' if _is_audio(ending) else 'two files'} for one row, the "
@@ -143,6 +151,11 @@ class Archives(RecordingTable):
             if isinstance(error.__cause__, FileNotFoundError):
                 raise DataError(f"{self._key}: {path} does not exist") from error.__cause__
             raise
+        for target in links.keys() - files:  # a README may be a link to another file, but not a folder of recordings
+            raise DataError(
+                f"{path}: {one_line(links[target])} is a link to {one_line(target)}, which is no file of the archive "
+                "and may be a folder of recordings; write it again with `tar --dereference`, or leave the link out"
+            )
         return [(path, name, members) for name, members in rows.items() if any(map(_is_audio, members))]
 
 

@@ -34,7 +34,7 @@ WILDCARDS = "*?["  # of a glob
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
 _INVALID = re.compile(r"[\0\\\ud800-\udfff]")  # separators of Windows, and what no name of a file holds
-# Neither `true` nor `1e-05` leads beyond a float; one letter at the beginning of each is found ten times as fast as two.
+# Neither `true` nor `1e-05` leads beyond a float. A pattern with one first letter is found far faster than with two.
 _LARGE_EXPONENTS = re.compile("e[+0-9]"), re.compile("E[+0-9]")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
