@@ -18,7 +18,7 @@ import unisono
 from recipes.microbiome.tests.made import TINY, data, task
 from unisono.cli import main
 from unisono.runtime.errors import ConfigError, DataError
-from unisono_microbiome.evaluation import attention, plots, residuals, scoring
+from unisono_microbiome.evaluation import attention, plots, predict_verb, residuals, scoring
 from unisono_microbiome.evaluation.predict import Predictions, Predictor, predict_samples, scores
 from unisono_microbiome.study.library import open_library
 from unisono_microbiome.study.simulate import simulate_study
@@ -121,6 +121,27 @@ def test_forests_that_do_not_fit_into_memory_are_left_out(run: Path, monkeypatch
     monkeypatch.setattr(scoring.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     told = scoring.explain_no_forests(library, held, trained_on)
     assert told is not None and told.startswith("they need about 0.0 GB of memory")
+
+
+def test_everything_that_is_predicted_is_by_one_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one, made of the run alone, ignored what was asked for."""
+    made: list[tuple[Any, ...]] = []
+
+    class Told:
+        def __init__(self, *given: Any) -> None:
+            made.append(given)
+
+        def find_unknown(self, numbers: str) -> list[str]:
+            return [f"unknown of {numbers}"]
+
+    found = SimpleNamespace(numbers="all", target=None)
+    monkeypatch.setattr(predict_verb, "Predictor", Told)
+    monkeypatch.setattr(predict_verb, "predict_samples", lambda predictor, rows: found)
+    monkeypatch.setattr(predict_verb, "write", lambda predicted, out: [out])
+    monkeypatch.setattr(predict_verb, "scores", lambda *_: {})
+    run: Any = SimpleNamespace(folder=tmp_path)
+    told = list(predict_verb.predict(run, draws=2, micro_batch=3, seed=4, device="cpu"))
+    assert made == [(run, 2, 3, 4, "cpu")] and told[1:] == ["unknown of all"]
 
 
 def test_draws_are_averaged(run: Path) -> None:

@@ -39,12 +39,13 @@ def predict(
             the models' error.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
+    predictor = Predictor(run, draws, micro_batch, seed, device)
     if ensemble:
         predicted = predict_ensemble(run, rows, draws, micro_batch, seed, device)
     else:
-        predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
+        predicted = predict_samples(predictor, rows)
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
-    yield from Predictor(run).find_unknown(predicted.numbers)
+    yield from predictor.find_unknown(predicted.numbers)
     if predicted.target is not None:
         yield f"intervals of {predicted.target.column}: {predicted.target.covers}"
     if baseline and predicted.target is not None and predicted.library.target is not None:
