@@ -17,6 +17,7 @@ from unisono.cli.main import main
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono_audio.sources import cut_windows, open_recordings
 from unisono_audio.sources.decoded_cache import DecodedCache, make_cache
+from unisono_audio.sources.metadata import MetadataTable
 from unisono_audio.sources.scan import scan
 
 from .written import BAD, LAYOUTS, ROWS, encoded, labels, table, write
@@ -80,6 +81,14 @@ def test_recordings_that_are_not_there_are_refused_before_the_start(tmp_path: Pa
         open_recordings(tmp_path / "x.parquet")
     with pytest.raises(DataError, match="column 'x' is int64, not recordings"):
         open_recordings(tmp_path / "x.parquet", audio="x")
+
+
+def test_a_column_of_a_list_is_floats_only_where_none_of_its_ids_changes(tmp_path: Path) -> None:
+    lines = ["9007199254740993,1000000000000000", "1.5,0.5", ",2.5"]
+    (tmp_path / "a.csv").write_text("\n".join(["file,id,gain", *(f"{n}.wav,{line}" for n, line in enumerate(lines))]))
+    rows = MetadataTable(tmp_path / "a.csv", None, "data.path")
+    assert [rows.record(row)["id"] for row in range(3)] == ["9007199254740993", "1.5", ""]
+    assert [rows.record(row)["gain"] for row in range(3)] == [1e15, 0.5, 2.5]
 
 
 def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:

@@ -83,6 +83,8 @@ def test_infinity_that_is_written_as_such_is_one(tmp_path: Path) -> None:
     [
         (["12345678901234567890", "12345678901234567891"], None),  # two ids that one float would be
         (["9007199254740993", "1.5"], None),
+        (["-9007199254740993", "9007199254740992", "1.5"], None),
+        (["0.5", "1000000000000000", "-9007199254740992", "+100000000000000000000"], [0.5, 1e15, -(2.0**53), 1e20]),
         (["0x10", "16"], None),
         (["1e400", "2"], None),
         (["9223372036854775807", "-1"], [2**63 - 1, -1]),
@@ -103,6 +105,17 @@ def test_a_column_is_numbers_only_where_none_changes(tmp_path: Path, values: lis
 def test_a_value_that_is_not_of_the_expected_type_is_refused(tmp_path: Path, value: str, kind: str, told: str) -> None:
     with pytest.raises(DataError, match=rf"a\.csv: column 'a' .*{told}"):
         rows_of(tmp_path / "a.csv", f"a\n{value}\n", expect={"a": kind})
+
+
+@pytest.mark.parametrize("end", [",\n,\n", ",,,\n\n,\n", "\n,"])
+def test_empty_rows_and_columns_at_the_end_as_of_spreadsheets_are_left_out(tmp_path: Path, end: str) -> None:
+    """The rows of nulls would be trained on; two columns without a name were refused as of the same."""
+    rows = rows_of(tmp_path / "a.csv", "a,b,,\n1,x,,\n,\n2,y\n" + end)
+    assert [(row["a"], row["b"]) for row in rows] == [(1, "x"), (None, None), (2, "y")] and len(rows[0]) == 2
+    with pytest.raises(DataError, match=r"line 2: 3 values, but the header has 2 columns.* may have no name"):
+        rows_of(tmp_path / "b.csv", "a,b,,\n1,x,3\n")
+    with pytest.raises(DataError, match="columns of the same name"):
+        rows_of(tmp_path / "c.csv", ",,\n1,x,3\n")
 
 
 def test_a_row_of_empty_values_is_a_row_and_a_blank_line_is_none(tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
                 if any("_" in row[name] for row in rows):  # Python alone takes `1_000` for a number
                     break
                 values = [kind(row[name]) if row[name] != "" else None for row in rows]
+                if kind is float and any(_rounds(row[name]) for row in rows):
+                    break
             except ValueError:
                 continue
             if any(value is not None for value in values):
@@ -212,6 +214,11 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
                     row[name] = value
             break
     return rows
+
+
+def _rounds(text: str) -> bool:
+    """Whether it is an integer that another is taken for as a float, as long ids are."""
+    return len(text) > 15 and text.strip().lstrip("+-").isdecimal() and int(text) != float(text)
 
 
 def _read_json(place: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 A column has integers or floats if all its values are such numbers in decimal digits, and text otherwise: so do ids that
 a float would round, since two of them could become one. Use `expect` if that would be wrong: `{"id": "text"}` keeps the
-zeros of "007". An empty value is null, or an empty string if text is expected.
+zeros of "007". An empty value is null, or an empty string if text is expected. Empty rows and columns without a name
+at the end of a table are left out, as spreadsheets write them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import csv
 import hashlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -93,14 +94,13 @@ def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, list[Any]]:
     text = safe_paths.Text(io.BufferedReader(stream, _READ_BYTES), file.path, "utf-8-sig", "")
     reader = csv.reader(text, delimiter="," if file.format == "csv" else "\t", strict=True)
     chunks: list[list[Any]] = []
-    filled = (
-        line for line in reader if len(line) > 1 or any(line)
-    )  # a row of empty values is one; a blank line is none
     try:
-        header = next(filled, [])
+        header = next((line for line in reader if len(line) > 1 or any(line)), [])
+        while any(header) and not header[-1].strip():  # as spreadsheets write columns that were emptied
+            header = header[:-1]
         if doubles := find_duplicates(header):
             raise DataError(f"{file.path} has columns of the same name: {format_examples(doubles)}; rename them")
-        rows = (_check_width(file, line, header, reader.line_num) for line in filled)
+        rows = _rows(file, reader, header)
         while part := list(islice(rows, _BLOCK_ROWS)):
             chunks.append([pa.array(values, pa.string()) for values in zip(*part, strict=True)])
     except UnicodeDecodeError as error:
@@ -115,13 +115,23 @@ def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, list[Any]]:
     return {name: [chunk[number] for chunk in chunks] for number, name in enumerate(header)}
 
 
-def _check_width(file: File, line: list[str], header: list[str], number: int) -> list[str]:
-    if len(line) != len(header):
-        raise DataError(
-            f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value may "
-            "contain an unquoted separator"
-        )
-    return line
+def _rows(file: File, reader: Any, header: list[str]) -> Iterator[list[str]]:
+    """Rows as wide as the header; of empty values only among others, since spreadsheets write them at the end."""
+    empty = 0
+    for line in reader:
+        if len(line) > len(header) and not any(line[len(header) :]):
+            line = line[: len(header)]
+        if len(line) <= 1 and not any(line):  # a blank line
+            continue
+        if len(line) != len(header):
+            raise DataError(
+                f"{file.path}, line {reader.line_num}: {len(line)} values, but the header has {len(header)} columns; a "
+                "value may contain an unquoted separator, or a column may have no name"
+            )
+        if any(line):
+            yield from repeat([""] * len(header), empty)
+            yield line
+        empty = 0 if any(line) else empty + 1
 
 
 def _typed_column(file: File, name: str, parts: list[Any], kind: ColumnType | None) -> Any:
@@ -140,7 +150,7 @@ def _typed_column(file: File, name: str, parts: list[Any], kind: ColumnType | No
         with suppress(pa.ArrowInvalid):
             for part in parts:
                 _cast(part, narrow)
-                if narrow == pa.float64() and _any_match(part, _LONG):
+                if narrow == pa.float64() and _rounds(part):
                     raise pa.ArrowInvalid("it would be rounded")
             return _convert(parts, lambda values: _cast(values, narrow), narrow)  # noqa: B023 - not kept
     return _convert(parts, _null_if_empty, pa.string())
@@ -173,8 +183,10 @@ def _cast(texts: Any, dtype: Any) -> Any:
     return numbers
 
 
-def _any_match(texts: Any, pattern: str) -> bool:
-    return bool(pc.any(pc.match_substring_regex(texts, pattern)).as_py())
+def _rounds(texts: Any) -> bool:
+    """Whether one of these is an integer that another is taken for as a float."""
+    long = pc.filter(texts, pc.match_substring_regex(texts, _LONG))
+    return any(int(text.as_py()) != float(text.as_py()) for text in long)
 
 
 def _filled(values: Any) -> Any:
