@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import unisono.engines.torch
+import unisono_plan
 from packages.unisono.tests.screen import check_widths
 from unisono.runtime.console import say, terminal_width
 from unisono.runtime.errors import ConfigError
@@ -131,3 +136,22 @@ def test_the_verb_reads_its_own_words(command: Command) -> None:
 def test_links_are_named_by_the_nodes_that_a_group_spans() -> None:
     hardware = parse_hardware("h100x16/4")
     assert hardware.is_local((0, 1, 2, 3)) and not hardware.is_local((3, 4))
+
+
+def test_the_plan_uses_public_names_of_unisono_alone() -> None:
+    """A private name that moves would be noticed by nobody: what a plan sets would not be read any more."""
+    ours, theirs = (_nodes(Path(module.__file__).parent) for module in (unisono_plan, unisono.engines.torch))
+    imported = [one for one in ours if isinstance(one, ast.ImportFrom) and (one.module or "").startswith("unisono.")]
+    assert not [name.name for one in imported for name in one.names if name.name.startswith("_")]
+    private = {one.attr for one in _private(theirs) if ast.unparse(one.value) == "self"}
+    used = [one for one in _private(ours) if ast.unparse(one.value) != "self"]
+    own = {one.attr for one in _private(ours) if ast.unparse(one.value) == "self"}
+    assert private and not [ast.unparse(one) for one in used if one.attr in private - own]
+
+
+def _nodes(folder: Path) -> list[ast.AST]:
+    return [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def _private(nodes: list[ast.AST]) -> list[ast.Attribute]:
+    return [node for node in nodes if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)]

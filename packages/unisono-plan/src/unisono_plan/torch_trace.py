@@ -44,7 +44,7 @@ from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.content import real_tensors
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.engines.torch.numerics import precision
-from unisono.engines.torch.numerics.cross_sample import _GatheredOutputs
+from unisono.engines.torch.numerics.cross_sample import GatheredOutputs
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.parallel import wrap
@@ -139,11 +139,9 @@ def _step(recorder: Recorder, parts: EngineParts, state: TrainState, batches: Se
     recorder.mark([leaf for batch in batches for leaf in batch.arrays.values() if isinstance(leaf, Tensor)], "batch")
     # DDP's buckets exist from the beginning, and gradients are views of them.
     recorder.mark_rest("gradients" if isinstance(state.parallel.wrapped, DistributedDataParallel) else "communication")
-    passes = Passes(parts, state)
+    passes = Passes(parts, state, repeated=True)  # only a run's first step compares both forward passes
     step = TrainStep(parts, state, passes)
-    if passes.cross_sample is not None:
-        passes.cross_sample._is_repeated = True  # only a run's first step compares both forward passes
-    recorder.passes = len(batches) * (2 if passes._has_first_pass else 1)
+    recorder.passes = len(batches) * (2 if passes.has_first_pass else 1)
     parts.observers.add(RecompileGuard(parts.job.communicator))  # which votes in the step's reduction
     parts.observers.add(recorder)
     recorder.restart()
@@ -228,11 +226,11 @@ def _wrapping(recorder: Recorder) -> Iterator[None]:
         with real_tensors():
             return init_device_mesh(*arguments, **named)
 
-    def split(gathered: _GatheredOutputs, vector: Tensor | None) -> list[Tensor | None]:  # it reads which are used
+    def split(gathered: GatheredOutputs, vector: Tensor | None) -> list[Tensor | None]:  # it reads which are used
         with recorder.making_up():
             return read_and_split(gathered, vector)
 
-    read_and_split = _GatheredOutputs.split
+    read_and_split = GatheredOutputs.split
 
     def swap(tensor: Tensor, other: Tensor) -> None:  # it refuses what a fake tensor mode has in mind
         tensor.data = other.data
@@ -242,7 +240,7 @@ def _wrapping(recorder: Recorder) -> Iterator[None]:
         (_fsdp_param, "_chunk_with_empty", first),
         (wrap, "init_device_mesh", mesh),
         (ShardingPropagator, "_fake_mode_lock", Pause(recorder)),
-        (_GatheredOutputs, "split", split),
+        (GatheredOutputs, "split", split),
         (nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),  # it draws until all are within bounds
         (ddp, "_verify_param_shape_across_processes", lambda *_, **__: None),  # it reads sizes from C++
     ]

@@ -30,21 +30,29 @@ _PAIR = ("sum", "count")  # of a metric
 class Passes:
     """Runs passes with the context and the scales of the current step.
 
+    Args:
+        parts: of the engine.
+        state: of the training.
+        repeated: as for `TorchCrossSampleLoss`.
+
     Attributes:
         cross_sample: computes a loss across samples from the outputs of all processes; None for other losses.
+        has_first_pass: whether a step has a pass over all micro-batches before the one with gradients.
         random: whether any pass has drawn random numbers or mixed rows so far.
     """
 
-    def __init__(self, parts: EngineParts, state: TrainState) -> None:
+    def __init__(self, parts: EngineParts, state: TrainState, *, repeated: bool = False) -> None:
         task, self.random = parts.job.task, state.mixes_rows
         self._parts, self._state, self._parallel, self._task = parts, state, state.parallel, task
         self._features = parts.job.features
         self._seed, self._precision = parts.random_state.seed, parts.job.config.train.precision
         self.cross_sample: TorchCrossSampleLoss | None = None
         if self._features.cross_sample is not None:
-            self.cross_sample = TorchCrossSampleLoss(parts.job, parts.random_state, self._prepare_micro_batch)
+            self.cross_sample = TorchCrossSampleLoss(
+                parts.job, parts.random_state, self._prepare_micro_batch, repeated=repeated
+            )
         # A process's only micro-batch still has its graph when the loss across samples is computed.
-        self._has_first_pass = self._features.totals is not None or (
+        self.has_first_pass = self._features.totals is not None or (
             self.cross_sample is not None and parts.job.split.passes > 1
         )
 
@@ -54,7 +62,7 @@ class Passes:
         """Begin a step, with its first pass if the task needs one; collective."""
         self._context, self._scales = context, scales
         self._parts.recurrent.begin()
-        if self._has_first_pass:
+        if self.has_first_pass:
             with self._state.buffers.restore_on_exit(), torch.no_grad():
                 totals = self._totals(batches)
             self._context = replace(context, totals=totals)
@@ -78,7 +86,7 @@ class Passes:
         result: Any = self._run(micro, batch, context, scales)
         if self.cross_sample is None:
             return result  # type: ignore[no-any-return]
-        if not self._has_first_pass:
+        if not self.has_first_pass:
             self.cross_sample.add_outputs(micro, result, batch)
             self._compute_cross_sample_loss()
         return self.cross_sample.surrogate_loss(micro, result)

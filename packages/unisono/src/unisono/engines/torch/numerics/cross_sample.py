@@ -39,12 +39,15 @@ class TorchCrossSampleLoss:
         job: of the engine; the loss of its task crosses samples.
         random_state: seeded for every loss.
         local: a micro-batch on the device, and the context with the recurrent state of its rows.
+        repeated: whether second forward passes are known to repeat the first, so that not even the first is checked.
 
     Attributes:
         random: whether a loss that depends on how the batch is cut drew random numbers.
     """
 
-    def __init__(self, job: EngineJob, random_state: RandomState, local: PrepareMicroBatch) -> None:
+    def __init__(
+        self, job: EngineJob, random_state: RandomState, local: PrepareMicroBatch, *, repeated: bool = False
+    ) -> None:
         task, config = job.task, job.config
         name = type(task).__name__
         self._is_whole = job.features.cross_sample == "whole"
@@ -59,7 +62,7 @@ class TorchCrossSampleLoss:
         self._random_state, self._local = random_state, local
         self._parts: list[_MicroBatchOutputs] = []
         self._computed: dict[int, _MicroBatchOutputs] = {}
-        self._is_repeated = False
+        self._is_repeated = repeated
         self.random = False
 
     def add_outputs(self, micro: MicroBatch, outputs: Any, batch: Batch) -> None:
@@ -112,7 +115,7 @@ class TorchCrossSampleLoss:
 
     # gathering ----------------------------------------------------------------------------------------------------
 
-    def _gather(self, parts: Sequence[_MicroBatchOutputs], training: bool) -> _GatheredOutputs:
+    def _gather(self, parts: Sequence[_MicroBatchOutputs], training: bool) -> GatheredOutputs:
         """Outputs and shared arrays of all processes, concatenated by row; idle rows are left out."""
         real = [part for part in parts if not part.micro.idle]
         kinds, refusal = [], ""
@@ -139,14 +142,14 @@ class TorchCrossSampleLoss:
         outputs, shared = own[: len(own) - len(names)], own[len(own) - len(names) :]
         outputs = [leaf.requires_grad_(training and leaf.is_floating_point()) for leaf in outputs]
         first = sum(rows[: self._process.rank])
-        return _GatheredOutputs(outputs, parts[0].outputs, dict(zip(names, shared, strict=True)), first)
+        return GatheredOutputs(outputs, parts[0].outputs, dict(zip(names, shared, strict=True)), first)
 
     # the loss -----------------------------------------------------------------------------------------------------
 
     def _by_rows(
         self,
         parts: Sequence[_MicroBatchOutputs],
-        everyone: _GatheredOutputs,
+        everyone: GatheredOutputs,
         context: Context,
         scales: Mapping[str, Tensor],
     ) -> Tensor | None:
@@ -170,7 +173,7 @@ class TorchCrossSampleLoss:
     def _whole(
         self,
         parts: Sequence[_MicroBatchOutputs],
-        everyone: _GatheredOutputs,
+        everyone: GatheredOutputs,
         context: Context,
         scales: Mapping[str, Tensor],
     ) -> Tensor | None:
@@ -204,7 +207,7 @@ class TorchCrossSampleLoss:
         return total, replace(loss, sums={name: value.detach() for name, value in loss.sums.items()})
 
     def _keep_gradients(
-        self, parts: Sequence[_MicroBatchOutputs], everyone: _GatheredOutputs, vector: Tensor | None
+        self, parts: Sequence[_MicroBatchOutputs], everyone: GatheredOutputs, vector: Tensor | None
     ) -> None:
         """Give each micro-batch the gradient in its outputs; zeros for idle ones."""
         found = everyone.split(vector)
@@ -240,7 +243,7 @@ class _MicroBatchOutputs:
 
 
 @dataclass
-class _GatheredOutputs:
+class GatheredOutputs:
     """The outputs of all processes, as leaves of a graph of their own.
 
     Attributes:
