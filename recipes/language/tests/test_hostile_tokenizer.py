@@ -141,6 +141,15 @@ HONEST_TEMPLATE = "{% for m in messages %}{{ m.role }} {% generation %}{{ m.cont
         ("{{ ('a' * 5000000000) | length }}", "numbers of millions"),
         ("{{ 'a' | center(4000000000) }}", "numbers of millions"),
         ("{{ '%1000000000d' | format(1) }}", "numbers of millions"),
+        ("{{ ('a' * (100000 * 100000)) | length }}", "numbers of millions"),
+        ("{{ ('a' * ('9' * 10) | int) | length }}", "numbers of millions"),
+        ("{% set n = 999999 %}{{ ([0, 1] * n) | length }}", "numbers of millions"),
+        ("{{ 'a' | center(999999 + 999999) }}", "numbers of millions"),
+        ("{{ 'a' | center(('9' * 10) | int) }}", "numbers of millions"),
+        ("{{ 'a'.ljust(('9' * 10) | int) }}", "numbers of millions"),
+        ("{{ ('%' ~ '9' * 10 ~ 'd') | format(1) }}", "numbers of millions"),
+        ("{{ '%*d' % (('9' * 10) | int, 1) }}", "numbers of millions"),
+        ("{{ '{:{}}'.format(1, ('9' * 10) | int) }}", "numbers of millions"),
         ("{{ (10 ** 10000000) | string }}", "powers"),
         ("{{ [1, 2] | random }}", "draws random numbers"),
         ("{{ lipsum(n=100000) }}", "draws random numbers"),
@@ -157,3 +166,18 @@ def test_a_template_that_takes_time_memory_or_chance_is_refused(
     assert honest.encode(talk, tokenizer).size
     with pytest.raises(DataError, match=told):
         ChatTemplate(template + HONEST_TEMPLATE, "", {}, {}, "assistant").encode(talk, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("Updated:20240726, {'id':1234567}, 100 % 1000000 ", None),
+        ("{{ 'Updated:20240726' }}", "Updated:20240726"),
+        ("{{ ' ' * (2 * 3) }}|{{ 1 + 2 }}|{{ 'a' + 'b' }}", "      |3|ab"),
+        ("{{ '%05.1f%%' | format(99.5) }}|{{ '%s' % 'x' }}|{{ '{:>4}'.format(7) }}", "099.5%|x|   7"),
+        ("{{ ('a\nb') | indent(2) }}|{{ 'a' | center(3) }}|{{ [1, 2, 3] | batch(2) | list }}", None),
+    ],
+)
+def test_a_template_that_writes_dates_and_widths_is_used(template: str, text: str | None) -> None:
+    made, _ = ChatTemplate(template, "", {}, {}, "all")._render([], Conversation([]))
+    assert made and (text is None or made == text)

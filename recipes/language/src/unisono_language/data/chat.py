@@ -31,8 +31,6 @@ IGNORED = -100  # a target that the loss does not count
 Message = Mapping[str, Any]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ALL_MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-_LARGEST_CONSTANT = 10**6  # of a template
-_WIDTH = re.compile(r"[%:.][^\s]{0,3}[0-9]{6}")  # of a format, e.g. `%1000000d`
 _OWN_TEMPLATE = "give a template that marks them in data.chat_template=FILE"
 
 
@@ -224,6 +222,8 @@ class ChatTemplate:
         """The text of messages, and the ranges of characters that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        from unisono_language.data.sandbox import use_bounded_sandbox
+
         source = self.source_with_tools if conversation.tools else self.source
         if not source:
             raise DataError(
@@ -235,6 +235,7 @@ class ChatTemplate:
         known = {**self.special, **dated, **self.settings, **conversation.settings}
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         _check_source(source)
+        use_bounded_sandbox()
 
         def render() -> tuple[list[str], list[list[tuple[int, int]]]]:
             found: tuple[list[str], list[list[tuple[int, int]]]] = render_jinja_template(
@@ -276,12 +277,14 @@ def _read_tokenizer(folder: Path) -> Any:
 
 @lru_cache(maxsize=16)
 def _check_source(source: str) -> None:
-    """Refuse a template that draws random numbers, or whose single steps may take any time and memory.
+    """Refuse a template that draws random numbers, or has numbers of millions (others are computed).
 
     Raises:
         DataError: with the reason.
     """
     import jinja2
+
+    from unisono_language.data.sandbox import LARGEST
 
     plain = _ALL_MARKERS.sub("", source)  # which are the library's own
     try:
@@ -293,12 +296,7 @@ def _check_source(source: str) -> None:
     ):
         raise DataError("the chat template draws random numbers, so its tokens are not reproducible")
     constants = [constant.value for constant in tree.find_all(jinja2.nodes.Const)]
-    large = any(
-        abs(value) > _LARGEST_CONSTANT
-        if isinstance(value, int | float)
-        else isinstance(value, str) and _WIDTH.search(value) is not None
-        for value in constants
-    )
+    large = any(abs(value) > LARGEST for value in constants if isinstance(value, int | float))
     if large or next(tree.find_all(jinja2.nodes.Pow), None) is not None:
         raise DataError("the chat template has powers, or numbers of millions, which no template needs")
 
