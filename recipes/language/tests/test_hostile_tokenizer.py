@@ -107,11 +107,25 @@ def test_special_tokens_that_are_no_numbers_are_a_sentence(tmp_path: Path, speci
         (
             {"normalizer": {"type": "Sequence", "normalizers": [
                 {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}] * 6}},
-            "makes up to 729000000 characters of one",
+            r"makes up to 900 characters of one .*\(from 0\): 4, 5; shorten",
+        ),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Replace", "pattern": {"String": "a"}, "content": "B" * 30},
+                {"type": "Sequence", "normalizers": [{"type": "Lowercase"},
+                    {"type": "Replace", "pattern": {"String": "b"}, "content": "c" * 30}]}]}},
+            r"makes up to 900 characters of one .*: 0, 2; shorten",
+        ),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 30},
+                {"type": "Replace", "pattern": {"String": "bb"}, "content": "c"},
+                {"type": "Replace", "pattern": {"Regex": "[c]"}, "content": "d" * 30}]}},
+            r"makes up to 900 characters of one",
         ),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 2**32 - 1}, "unk_token": "a"}}, "id 4294967295"),
     ],
-    ids=["long prefix", "thirty of one, six times", "id"],
+    ids=["long prefix", "thirty of one, six times", "in lower case", "by a pattern", "id"],
 )  # fmt: skip
 def test_a_tokenizer_that_takes_memory_or_hours_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     """A text of 2,000 letters became gigabytes, and a table of 4 billion ids took 32 GiB."""
@@ -121,6 +135,21 @@ def test_a_tokenizer_that_takes_memory_or_hours_is_refused(tmp_path: Path, chang
 
 def test_what_tokenizers_of_sentencepiece_write_is_allowed(tmp_path: Path) -> None:
     steps = [{"type": "Prepend", "prepend": "_"}, {"type": "Replace", "pattern": {"String": " "}, "content": "_"}]
+    assert load_tokenizer(write(tmp_path / "t", normalizer={"type": "Sequence", "normalizers": steps})).size == 3
+
+
+def test_many_rules_for_different_characters_are_allowed(tmp_path: Path) -> None:
+    """Their lengths were multiplied, so seven made 972 characters of one."""
+    signs = {
+        "\u2026": "...",
+        "\u00bd": "1/2",
+        "\u00bc": "1/4",
+        "\u2122": "(tm)",
+        "\u00a9": "(c)",
+        "\u2014": "--",
+        "\u20ac": "EUR",
+    }
+    steps = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in signs.items()]
     assert load_tokenizer(write(tmp_path / "t", normalizer={"type": "Sequence", "normalizers": steps})).size == 3
 
 

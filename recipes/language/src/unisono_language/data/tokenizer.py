@@ -27,6 +27,7 @@ _BATCH = 256  # documents per call of the tokenizer
 _CHARACTERS = 1 << 22  # per call of the tokenizer
 _LARGEST_VOCABULARY = 1 << 24
 _MOST_WRITTEN = 256  # characters that a normaliser may make of one
+_MOST_COMPARED = 1000  # rules of a normaliser, each with each
 
 
 class _SpecialTokens(TypedDict):
@@ -237,26 +238,38 @@ def _load(path: Path, size: int, written: int) -> Any:
 
 def _check_expansion(path: Path, engine: Any) -> None:
     """Refuse a normaliser that makes a long text of every character, which takes memory and hours."""
-    expansion = 1
+    if (normalizer := getattr(engine, "normalizer", None)) is None:
+        return
+    rules = list(_flat_rules(safe_paths.parse_json(normalizer.__getstate__(), dict[str, Any])))
+    chains: list[tuple[int, list[int]]] = []  # of each rule from the last on: what it makes of one, and by which rules
+    for number in reversed(range(len(rules))):
+        written = rules[number].get("content", rules[number].get("prepend", ""))
+        later = [chain for chain, reached in zip(reversed(chains), _reached(rules, number), strict=True) if reached]
+        most, others = max(later, default=(1, []), key=lambda chain: chain[0])
+        chains.append((len(written) * most, [number, *others]) if len(written) > 1 else (most, others))
+        if chains[-1][0] > _MOST_WRITTEN:
+            what = ", ".join(map(str, chains[-1][1][:8]))
+            raise DataError(
+                f"{path} makes up to {chains[-1][0]} characters of one before it tokenises, more than {_MOST_WRITTEN}, "
+                f"by these rules of its normalizer (from 0): {what}; shorten what they write"
+            )
 
-    def walk(part: Any) -> None:
-        nonlocal expansion
-        if isinstance(part, dict):
-            for name, value in part.items():
-                if name in ("content", "prepend") and isinstance(value, str):
-                    expansion *= max(1, len(value))
-                walk(value)
-        elif isinstance(part, list):
-            for value in part:
-                walk(value)
 
-    if (normalizer := getattr(engine, "normalizer", None)) is not None:
-        walk(safe_paths.parse_json(normalizer.__getstate__(), dict[str, Any]))
-    if expansion > _MOST_WRITTEN:
-        raise DataError(
-            f"{path} makes up to {expansion} characters of one before it tokenises, more than {_MOST_WRITTEN}; it is "
-            "damaged or forged"
-        )
+def _flat_rules(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for part in rule.get("normalizers", ()):
+        yield from _flat_rules(part)
+    if "normalizers" not in rule:
+        yield rule
+
+
+def _reached(rules: list[dict[str, Any]], number: int) -> Iterator[bool]:
+    """Whether each rule after this one may replace what it writes; one for other characters is known not to."""
+    written = set(rules[number].get("content", rules[number].get("prepend", "")))
+    anything = len(rules) > _MOST_COMPARED or not written  # as of a rule that changes characters, e.g. to lower case
+    for rule in rules[number + 1 :]:
+        searched = rule.get("pattern", {}).get("String")
+        yield anything or not searched or not written.isdisjoint(searched)
+        anything = anything or not {"content", "prepend"} & rule.keys()
 
 
 def _measure_bytes(engine: Any) -> Callable[[str], int] | None:
