@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = format_error(error)
         say(text if text.startswith("Traceback") else f"unisono: error: {text}", error=True)
         code = 1
-    if console.lost is not None:
+    if console.is_lost():
         words = sys.argv[1:] if argv is None else argv
         code = code or int(next(iter(words), "") not in _TRAINS)  # what else was asked for is in what it prints
         console.discard_output(sys.stdout)  # or the interpreter tries once more to write it, and says so

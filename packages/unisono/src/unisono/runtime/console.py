@@ -64,6 +64,11 @@ def note_lost(error: OSError) -> None:
             sys.stderr.flush()
 
 
+def is_lost() -> bool:
+    """Whether a message could not be written."""
+    return lost is not None
+
+
 def open_missing_streams() -> None:
     """Give a process that was started without standard streams (`>&-`) ones that lead nowhere.
 
