@@ -27,6 +27,7 @@ CLEAN: dict[str, list[str]] = {
     "with_trainer": DEVICE,
     "fine_tuning": BATCH,
     "selected": [],
+    "neighbours_by_hand": [],
 }
 WITH_CALLBACK = {"with_trainer": [*DEVICE, "--evaluate"], "with_lightning": ACCELERATE}
 # The arguments that switch a fault on, and its name; of must-catch lists that users of other trainers wrote.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.optim import Optimizer
@@ -168,6 +169,8 @@ class ScriptWatch:
             for home, name, watch in replaced:
                 stack.callback(setattr, home, name, getattr(home, name))
                 setattr(home, name, _wrap(getattr(home, name), watch))
+            stack.callback(setattr, distributed_c10d, "irecv", distributed_c10d.irecv)
+            distributed_c10d.irecv = dist.irecv  # which a `P2POp` has to be of
             _watches.append(self)
             stack.callback(_watches.remove, self)
             stack.enter_context(self._seeds.installed())
