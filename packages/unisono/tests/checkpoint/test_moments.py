@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from packages.unisono.tests import processes, runs
 from packages.unisono.tests.checkpoint.test_dcp import imported, llama, llama_config, model_folder, torchtitan_names
 from packages.unisono.tests.launch import jobs
+from packages.unisono.tests.tasks import LinearTask
 from unisono.engines.torch.state.moments import load_moments
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError
 
 TASK = """
@@ -229,3 +233,30 @@ def test_moments_that_belong_to_nobody_are_refused(tmp_path: Path, capsys: pytes
     torch.save(layer.state_dict(), tmp_path / "a.pt")
     assert imported(tmp_path / "a.pt", tmp_path / "out.safetensors", words) == 2
     assert "moments= is for folders of torch.distributed.checkpoint" in " ".join(capsys.readouterr().err.split())
+
+
+def begin_on_a_rank(place: ProcessInfo, group: Communicator, folder: Path) -> str:
+    how = runs.configuration(
+        train={"steps": 2, "global_batch": 8}, optim={"kind": "adamw", "lr": 1e-3, "moments": "moments.safetensors"},
+        layout=runs.layout("ddp"), observe={"progress": False},
+    )  # fmt: skip
+    os.chdir(folder / f"{place.rank}")
+    try:
+        runs.train(folder / "run", how, LinearTask(), place, group)
+    except CheckpointError as error:
+        return str(error)
+    return "trained"
+
+
+def test_moments_that_one_node_lacks_end_all_ranks_at_once(tmp_path: Path) -> None:
+    """Its rank ended with a sentence, and the others with what the run was to wait for next."""
+    parameters = {name: one.detach() for name, one in LinearTask().build().named_parameters()}
+    found = {f"{name}.{entry}": one.clone() for name, one in parameters.items() for entry in ("exp_avg", "exp_avg_sq")}
+    for rank in (0, 1):
+        (tmp_path / f"{rank}").mkdir()
+    save_file(
+        {**found, **{f"{name}.step": torch.tensor(1.0) for name in parameters}}, tmp_path / "0/moments.safetensors"
+    )
+    first, second = processes.ranks(begin_on_a_rank, 2, tmp_path)
+    assert first == second
+    assert "moments.safetensors" in first and "rank 1" in first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -96,7 +97,9 @@ class TrainingParts:
             facts = self.engine.setup(next(iter(self.loader.steps(0))), self.scalars(0))
             given = given_moments(self._run.config.optim)
             if given is not None and resumption.checkpoint is None:
-                facts = replace(facts, moments=self.engine.load_moments(given))
+                load = partial(self.engine.load_moments, given)  # of a file that a node may lack
+                taken = raise_everywhere(self._communicator, load, "the moments to begin with")
+                facts = replace(facts, moments=f"{taken[self._process.rank]}")
             return facts, resumption.load(self.engine, self.plan)
 
     def read_outputs(self, samples: Sequence[Any], read: Callable[[Any, Batch], Any], step: int) -> Any:
