@@ -20,7 +20,7 @@ import yaml
 from unisono.config import interpolation, precedence, safe_yaml
 from unisono.config.code import recipes, references
 from unisono.config.schema import store_options
-from unisono.config.schema.not_offered import why_not_offered
+from unisono.config.schema.optimizers import why_not_offered
 from unisono.runtime import secrets
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest

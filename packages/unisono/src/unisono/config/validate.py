@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from unisono.config.compose import ComposedConfig
 from unisono.config.schema import Settings
 from unisono.config.schema.data import Data
-from unisono.config.schema.not_offered import why_not_offered
+from unisono.config.schema.optimizers import why_not_offered
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError, nearest

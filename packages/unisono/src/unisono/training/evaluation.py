@@ -6,7 +6,6 @@ from pathlib import Path
 from time import perf_counter
 
 from unisono.config.schema.run import RunConfig
-from unisono.config.schema.schedules import Plateau
 from unisono.evaluation.benchmarks import EvaluationInterruptedError
 from unisono.evaluation.best import Best, require_metric
 from unisono.observe import events
@@ -28,7 +27,7 @@ class Evaluation:
 
     def __init__(self, config: RunConfig, parts: TrainingParts, communicator: Communicator, best: Best) -> None:
         self._settings, self._checkpoint, self._parts = config.eval, config.checkpoint, parts
-        self._plateau = config.schedules.get("lr")
+        self._plateau = config.plateau
         self._communicator = communicator
         self.values: dict[str, float] = {}
         self.step: int | None = None
@@ -42,7 +41,7 @@ class Evaluation:
             asked["checkpoint.keep_best.metric"] = best.metric
         if self._settings.patience is not None and self._parts.can_evaluate:  # else it is refused as such
             asked["eval.metric"] = self._settings.metric
-        if isinstance(self._plateau, Plateau) and self._parts.can_evaluate:
+        if self._plateau is not None and self._parts.can_evaluate:
             asked["schedules.lr.metric"] = self._plateau.metric
         prefixes = self._parts.benchmark_prefixes  # their values are known once they have run
         asked = {key: metric for key, metric in asked.items() if not metric.startswith(prefixes)}

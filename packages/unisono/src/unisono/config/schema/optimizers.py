@@ -9,6 +9,26 @@ from pydantic import Field, PositiveInt, model_validator
 
 from unisono.config.schema import Fraction, NonNegative, Only, Positive, Settings
 
+_EIGHT_BITS = (
+    "There is no AdamW in 8 bits: its scales belong to blocks of what a process holds, so another number of "
+    "shards would be another optimizer. optim=lion, optim=adafactor, adapter=lora and layout.offload=true save "
+    "memory on any layout"
+)
+
+
+def why_not_offered(key: str, name: object) -> str:
+    """Why a group of settings has no choice of this name, to follow those that it has; empty if nothing is known.
+
+    Args:
+        key: of the group, or of a setting in it, e.g. `optim.kind`.
+        name: that was given.
+
+    >>> why_not_offered("optim", "paged_adamw_8bit")[:40]
+    '. There is no AdamW in 8 bits: its scale'
+    """
+    group, plain = key.split(".")[0], str(name).lower().replace("_", "").replace("-", "")
+    return f". {_EIGHT_BITS}" if group == "optim" and "8bit" in plain else ""
+
 
 class ParameterGroup(Settings):
     """Settings for the parameters whose name matches a pattern; the first matching group counts."""

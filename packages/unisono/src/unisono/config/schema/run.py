@@ -325,6 +325,12 @@ class RunConfig(Settings):
         description="callbacks of yours: early_stopping, path/to/file.py:Class, or {callback: …} with its settings",
     )
 
+    @property
+    def plateau(self) -> Plateau | None:
+        """How the learning rate falls once evaluations no longer improve; None if it does not."""
+        schedule = self.schedules.get("lr")
+        return schedule if isinstance(schedule, Plateau) else None
+
     @model_validator(mode="after")
     def _check_engine(self) -> RunConfig:
         if self.layout.engine != "auto":

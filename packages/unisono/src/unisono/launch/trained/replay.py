@@ -24,7 +24,6 @@ from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config import CONFIG_FILE, fingerprint
 from unisono.config.code import references
 from unisono.config.schema.run import RunConfig, Upload
-from unisono.config.schema.schedules import Plateau
 from unisono.data import ledger
 from unisono.launch import cluster, start
 from unisono.launch.resolving.run_directory import FILES, FINGERPRINT
@@ -180,7 +179,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
     folder = safe_writing.make_folder(run, REPLAYS) / name
     layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was at that time
-    falls = isinstance(config.schedules.get("lr"), Plateau)  # by what evaluations come to, so they are made again
+    falls = config.plateau is not None  # by what evaluations come to, so they are made again
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),
         "run": {"name": name, "dir": folder.parent, "resume": "must" if before else "never", "stop_after": after.step},

@@ -360,10 +360,8 @@ class _CaseRun:
         view, optimizer = self.engine.view, self.engine.train_state.optimizer
         gradients = read_tensors(self.folder, "clipped gradients", 1)
         with restore_global_generators(), view.without_side_effects():
-            load, update = (
-                partial(self._load, self.case.name, 1),
-                partial(view.update_from, step=1, scalars=self.scalars(1)),
-            )
+            load = partial(self._load, self.case.name, 1)
+            update = partial(view.update_from, step=1, scalars=self.scalars(1))
             probe_update(facts, view, optimizer, gradients, load, update)
 
 

@@ -253,8 +253,10 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             if group.plan is not None:
                 answer_by_replay(judged, group, trace, reference, plain, judged.case in runs.own_numbers)
     name_local_statistics(verdicts, traces, reference)
-    for case, judged in ((case, judged) for case in cases for judged in verdicts if judged.case == case.name):
-        explain_by_parts(runs, case, judged, reference)
+    named = {case.name: case for case in cases}
+    for judged in verdicts:
+        if judged.case in named:
+            explain_by_parts(runs, named[judged.case], judged, reference)
     return Report(
         verdicts,
         alone if group.plan is None else [],

@@ -27,8 +27,7 @@ class FallOnPlateau(EarlyStopping):
     @classmethod
     def from_config(cls, config: RunConfig) -> list[FallOnPlateau]:
         """The callback that the configuration asks for; none without such a schedule."""
-        schedule = config.schedules.get("lr")
-        return [cls(schedule)] if isinstance(schedule, Plateau) else []
+        return [] if config.plateau is None else [cls(config.plateau)]
 
     def count(self) -> int:
         """How often the rate has fallen."""

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from unisono.proof.scripts.recording.evaluations_seen import EvaluationsSeen
 from unisono.proof.scripts.recording.model_facts import held_parameters
 from unisono.proof.scripts.recording.rank_progress import RankProgress
 from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
@@ -139,13 +138,13 @@ class ScriptWatch:
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched = FetchedRows()
         self._rows: list[int] = []  # that the update is made of
-        self._exchange: RowExchange | None = None if replayed is None else replayed.exchange
+        self._replay = None if replayed is None else replayed.exchange
+        self._exchange: RowExchange | None = self._replay
         if world.size > 1:
             self._exchange = RowKeeper(world.folder, world.rank, world.size)
-        self._evaluations = EvaluationsSeen()
-        self._fetched.evaluations = self._evaluations
-        self._loss_inputs = LossInputs(self._evaluations.hear)
-        self._collectives = ScriptCollectives(lambda: self._loss_inputs.is_open, self._evaluations.exchange)
+        evaluations = self._fetched.evaluations
+        self._loss_inputs = LossInputs(evaluations.hear)
+        self._collectives = ScriptCollectives(lambda: self._loss_inputs.is_open, evaluations.exchange)
         self._ended = False  # the script has, by itself
         self._has_batches = False  # of a `DataLoader`
         self._seeds = Seeds(world.rank)
@@ -189,21 +188,22 @@ class ScriptWatch:
         self._loss_inputs.is_closed = True
         if self._exchange is not None:
             self._exchange.close()
+        evaluations, replay = self._fetched.evaluations, self._replay
         facts = ReadingFacts(
             self._has_batches,
             self._loss_inputs.numbers,
-            getattr(self._exchange, "reason", ""),
+            "" if replay is None else replay.reason,
             self._seeds.find_unseeded(),
             self.records.find_lower() if self.records is not None else [],
             self._fetched.find_next_epoch(self.records.steps) if self.records is not None else 0,
             self._ended,
             self._fetched.find_wholes(),
-            self._evaluations.rows,
-            self._evaluations.length,
-            self._evaluations.updates,
-            self._evaluations.numbers,
-            getattr(self._exchange, "scaled", ""),
-            getattr(self._exchange, "beside", []),
+            evaluations.rows,
+            evaluations.length,
+            evaluations.updates,
+            evaluations.numbers,
+            "" if replay is None else replay.scaled,
+            [] if replay is None else replay.beside,
         )
         write_reading(self._world.folder, self._world.rank, facts, self._fetched.list_epochs())
 
@@ -363,7 +363,7 @@ class ScriptWatch:
         records = self.records
         if records is None or id(module) not in self._members:
             return original(module, *args, **named)
-        self._evaluations.begin_training()
+        self._fetched.evaluations.begin_training()
         self._loss_inputs.begin_forward()
         if self._exchange is not None and not self._has_batches:
             self._loss_inputs.exchange = self._exchange
