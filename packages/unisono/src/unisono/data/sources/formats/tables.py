@@ -6,6 +6,7 @@ Lists of numbers become NumPy arrays that own their memory, so that a queued row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class TableBlock:
         return record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        at_once = self._rows_at_once()
+        at_once = self._rows_at_once
         for first in range(0, len(self), at_once):
             count = min(at_once, len(self) - first)
             columns = [self._values(name, first, count) for name in self._columns]
@@ -63,6 +64,7 @@ class TableBlock:
                 self._check(first + place, record)
                 yield record
 
+    @cached_property  # a block is read again in every epoch for which it is kept
     def _rows_at_once(self) -> int:
         """As many rows as take little memory, since a few bytes of a file may name one long value again and again."""
         size = 0.0
@@ -76,15 +78,15 @@ class TableBlock:
 
     def _values(self, name: str, first: int, count: int) -> list[Any]:
         column, row = self._columns[name].slice(first, count), self._first + first
-        with wrap_native_errors(  # a number beyond the dictionary, a day beyond Python's years, a time zone of nowhere
-            f"{self._path}: column '{name}' is damaged at row {row} (from 0) or after it",
-            advice="write or copy the file again",
-        ):
+        try:
             _check_offsets(column)
-            try:
-                return self._made[name](column)
-            except UnicodeDecodeError as error:
-                raise self._text_error(name, column, row, error) from error
+            return self._made[name](column)
+        except UnicodeDecodeError as error:
+            raise self._text_error(name, column, row, error) from error
+        except BaseException:  # a number beyond the dictionary, a day beyond Python's years, a time zone of nowhere
+            what = f"{self._path}: column '{name}' is damaged at row {row} (from 0) or after it"
+            with wrap_native_errors(what, advice="write or copy the file again"):  # here, as it takes time for each row
+                raise
 
     def _text_error(self, name: str, column: Any, first: int, error: UnicodeDecodeError) -> DataError:
         """Name the row whose text is none."""
