@@ -31,6 +31,8 @@ def lay_out(config: RunConfig, rows: int, **layout: Any) -> RunConfig:
 
 def trace(*words: str, recipe: str = TASK, rows: int = 4, passes: int = 1, leave_out: str = "", **layout: Any) -> Trace:
     """A step of the small task, or of a recipe."""
+    if "adapter=lora" in words:
+        pytest.importorskip("peft", reason="adapter=lora needs peft")
     config = load_config(recipe, ["optim=adamw", *words])[0]
     alone = lay_out(config, rows, world_size=1, strategy="single", micro_batch=rows)
     task = build_task(alone)

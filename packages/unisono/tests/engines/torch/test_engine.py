@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from packages.unisono.tests import processes
+from packages.unisono.tests import processes, runs
 from packages.unisono.tests.runs import (
     configuration,
     distance,
@@ -97,6 +98,30 @@ def test_what_is_not_finite_never_reaches_the_parameters(strategy: str, task: ty
             assert len(rows) == 2
             assert "gradient of 'model.weight'" in text
     assert len({text for _, text, _, _ in results}) == 1, "all ranks say the same"
+
+
+# state ----------------------------------------------------------------------------------------------------------------
+
+
+class LateExpert(LinearTask):
+    """A second layer has its first gradient in the third step."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
+        return sum(layer(batch["x"]) for layer in list(model.children())[: 1 if context.step < 2 else 2])
+
+
+def test_an_earlier_state_is_loaded_into_an_optimizer_that_keeps_more_by_now(tmp_path: Path) -> None:
+    """As a proof does; a later expert's momentum was missed in the checkpoint, although none existed then."""
+    runs.train(tmp_path, configuration(train={"steps": 2, "global_batch": 8}), LateExpert())
+    engine, steps = processes.alone(started, LateExpert(), configuration(train={"steps": 3, "global_batch": 8}))
+    for number, batches in enumerate(steps):
+        engine.step(batches, number, {"lr": 0.1})
+    assert {name.split("/")[1] for name in engine.train_state.optimizer_tensors()} > {"0.weight", "0.bias"}
+    engine.load(runs.newest(tmp_path).reader())
+    assert {name.split("/")[1] for name in engine.train_state.optimizer_tensors()} == {"0.weight", "0.bias"}
 
 
 # guards ---------------------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class TrainState:
         self.parallel = Parallel(wrap.StepModule(job.task, module), parts)
         blocks = wrap.find_blocks(module)
         self.optimizer = optimizers.build_optimizer(config.optim, module, blocks, job.task.optimizer)
+        self._with_first_state = {*self.optimizer.state}  # parameters for which it keeps something before any update
         self.average = MovingAverage(config.ema, module)
         replicas.check_optimizer(self.optimizer, module)
         replicas.check_dtype(module, precision.MASTER[config.train.precision])
@@ -108,6 +109,10 @@ class TrainState:
             sharded_tensors.load(weights, reader, kinds=("model/",))
             self.average.load(reader)
             return
+        saved = {name.rpartition("/")[0] for name in reader.shapes}
+        for name, parameter in self.module.named_parameters():
+            if f"optimizer/{name}" not in saved and parameter not in self._with_first_state:
+                self.optimizer.state.pop(parameter, None)  # it got its first gradient after this state was saved
         sharded_tensors.init_optimizer_state(self.optimizer, self.module, reader)
         sharded_tensors.load(self._named_tensors(), reader)
         self.average.load(reader)
