@@ -151,6 +151,7 @@ class TorchEngine:
         """The context of all computation: sets the precision and turns low-level errors into clear ones."""
         with (
             precision.promotion(self._job.config.train.precision),
+            precision.without_tf32(self._job.config.train.precision),
             determinism.only_deterministic(self._job.config.layout, where),
             self._parts.comparison.waiting(waiting_for),
             oom.translate_oom(f"rank {self._job.process.rank}, {where}", self._job.split),

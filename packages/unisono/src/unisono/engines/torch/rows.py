@@ -60,6 +60,7 @@ class RowForward:
             torch.no_grad(),
             precision.default_dtype(self._kind),
             precision.promotion(self._kind),
+            precision.without_tf32(self._kind),
             precision.autocast(self._kind, self.device),
         ):
             self._random.seed("eval", micro.number)

@@ -97,8 +97,13 @@ class TorchModelView:
     @contextmanager
     def without_side_effects(self) -> Iterator[None]:
         """The context of passes without side effects; see `ModelView`."""
-        mode = precision.promotion(self._job.config.train.precision)
-        with self._state.buffers.restore_on_exit(), self._random_state.restore_on_exit(), mode:
+        kind = self._job.config.train.precision
+        with (
+            self._state.buffers.restore_on_exit(),
+            self._random_state.restore_on_exit(),
+            precision.promotion(kind),
+            precision.without_tf32(kind),
+        ):
             yield
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:

@@ -250,6 +250,38 @@ def test_other_precisions_cast_nothing(name: str) -> None:
         assert layer(torch.ones(1, 3, dtype=precision.MASTER[name])).dtype == precision.MASTER[name]
 
 
+class Watching(LinearTask):
+    """Writes down whether cuDNN may compute in TF32 in each pass."""
+
+    seen: list[bool]
+
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        self.seen.append(torch.backends.cudnn.allow_tf32)
+        return super().outputs(model, batch, context)
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("bf16", True)])
+def test_in_fp32_cudnn_computes_in_fp32_and_nothing_is_changed_for_others(name: str, allowed: bool) -> None:
+    """The claim: `fp32` is fp32. Torch has TF32 on in convolutions, three digits of a GPU's results."""
+    task = Watching()
+    task.seen = []
+    assert torch.backends.cudnn.allow_tf32, "as torch has it"
+    processes.alone(trace, task, configuration(train={"precision": name}))
+    assert task.seen and set(task.seen) == {allowed}
+    assert torch.backends.cudnn.allow_tf32
+
+
+def test_what_somebody_has_set_for_convolutions_alone_stays() -> None:
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        with precision.without_tf32("fp32"):
+            assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
 # batches --------------------------------------------------------------------------------------------------------------
 
 

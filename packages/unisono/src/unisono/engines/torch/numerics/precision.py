@@ -2,8 +2,8 @@
 
 `fp64` is strict: models cast to fp32 inside (norms, rotary angles, softmax), and one such cast would limit to 1e-7
 under every comparison. A function mode turns those casts into casts to fp64. What torch's own optimizers, gradient
-scaler and FSDP make in a dtype of their choice keeps it: a kernel reads it as that dtype. `bf16` is autocast over fp32
-master weights.
+scaler and FSDP make in a dtype of their choice keeps it: a kernel reads it as that dtype. `fp32` has no TF32. `bf16` is
+autocast over fp32 master weights.
 """
 
 from __future__ import annotations
@@ -180,6 +180,23 @@ def default_dtype(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def without_tf32(precision: str) -> Iterator[None]:
+    """In fp32, cuDNN's convolutions and recurrent layers are fp32 too: torch lets them be TF32 unless it is told."""
+    try:
+        before = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # somebody has set the two apart, which is their decision, and torch has no one answer
+        before = False
+    if not before or precision != "fp32":
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
