@@ -14,6 +14,7 @@ import yaml
 from unisono.config import fingerprint
 from unisono.config.compose import ComposedConfig
 from unisono.config.schema.run import RunConfig
+from unisono.optim.schedules import schedule_factor
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import find_task, load_config, read_config, validate_config
 
@@ -196,6 +197,16 @@ def test_a_setting_without_effect_is_refused_in_a_new_run_and_read_in_an_old_one
     found = read_config(tmp_path / "config.yaml", now.recipe)
     assert getattr(found.schedules["lr"], key) == value
     assert read_config(tmp_path / "config.yaml", now.recipe, ["train.steps=9"]).train.steps == 9
+
+
+def test_a_warm_up_that_is_switched_off_takes_its_start_with_it():
+    """Else a sweep over `warmup=0,100` with a `start` would be refused for the run that has none."""
+    words = ["train.steps=9", "optim=sgd", "optim.lr=1", "schedules=cosine", "schedules.lr.start=0.1"]
+    for warmup in (0, 4):
+        made, _ = load_config("tasks.py:Plain", [*words, f"schedules.lr.warmup={warmup}"])
+        assert schedule_factor(made.schedules["lr"], 0, 9) == (1.0 if warmup == 0 else pytest.approx(0.1 + 0.9 / 4))
+    with pytest.raises(ConfigError, match=r"schedules\.lr: start=0\.1 has no effect without a warm-up"):
+        load_config("tasks.py:Plain", [*words, "schedules.lr={kind: cosine, start: 0.1}"])
 
 
 # keys that there were -------------------------------------------------------------------------------------------------

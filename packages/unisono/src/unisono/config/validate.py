@@ -74,7 +74,9 @@ def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
         mistakes += _format_mistakes(error, composed, groups)
     else:
         for name, schedule in config.schedules.items() if composed.is_new else ():
-            if why := schedule.find_unused():
+            # As one run of a sweep over warmup=0,100 does, whose other runs use `start`.
+            switched_off = composed.origins.get(f"schedules.{name}.warmup", "").startswith("override ")
+            if why := schedule.find_unused(switched_off):
                 mistakes.append(f"schedules.{name}: {why} ({composed.origin(f'schedules.{name}')})")
     if len(missing) == len(mistakes) > 0:
         plain = {group: settings.model_dump(mode="json", warnings=False) for group, settings in typed.items()}

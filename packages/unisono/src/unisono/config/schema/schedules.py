@@ -21,10 +21,14 @@ class ScheduleGroup(Settings):
     floor: Fraction = Field(0.0, description="minimum factor")
     steps: PositiveInt | None = Field(None, description="length; null: the whole run")
 
-    def find_unused(self) -> str | None:
-        """Which setting changes no value, and why; None if all do. Refused in new runs: old ones may have it."""
+    def find_unused(self, switched_off: bool = False) -> str | None:
+        """Which setting changes no value, and why; None if all do. Refused in new runs: old ones may have it.
+
+        Args:
+            switched_off: whether somebody who runs it wrote `warmup=0` over what the schedule has, `start` included.
+        """
         kind = getattr(self, "kind", "")
-        if self.start and not self.warmup:
+        if self.start and not self.warmup and not switched_off:
             return f"start={self.start:g} has no effect without a warm-up; set warmup, or leave it out"
         if self.floor and kind == "constant":
             return f"floor={self.floor:g} has no effect on kind=constant, which never falls; leave it out"
