@@ -73,7 +73,8 @@ def test_nothing_is_oversubscribed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
 
 
-def test_an_end_by_sigterm_lets_the_jobs_stop_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_end_by_a_signal_lets_the_jobs_stop_in_order(tmp_path: Path, number: int) -> None:
     code = (
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
     )
@@ -82,7 +83,7 @@ def test_an_end_by_sigterm_lets_the_jobs_stop_in_order(tmp_path: Path) -> None:
     def started(one: Job) -> None:
         while not (one.console.exists() and "up" in one.console.read_text()):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     with pytest.raises(Preempted):
         launcher().run(jobs, started, lambda job, how: ended.update({job.name: how}))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pty
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,12 @@ from packages.unisono.tests.launch import jobs
 from unisono.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+LOGIN = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "train.steps=40", "task.dropout=0.2", "eval.every=3")
 
 
@@ -106,7 +114,7 @@ def test_a_rank_that_does_not_come_to_a_boundary_is_ended_by_the_deadline(here: 
 def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path):
     with jobs.started(words(here, "train.steps=3000", world=1), here) as process:
         jobs.training(here / "marks", 1)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGUSR1)
         _, told = process.communicate(timeout=60)
@@ -114,6 +122,41 @@ def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path):
     assert process.returncode == 75, told
     assert told.startswith(f"unisono: preempted after step {step} of 3000, which is saved.")
     assert not list((here / "runs" / "a" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_whose_terminal_is_gone_saves_and_ends(here: Path, world: int):
+    terminal, side = pty.openpty()
+    started = [*words(here, "train.steps=3000", world=world), "observe.progress=true"]
+    login = [sys.executable, "-c", LOGIN, *started]  # a session of its own, whose terminal this is
+    process = subprocess.Popen(login, cwd=here, env=jobs.environment(), stdin=side, stdout=side, stderr=side)
+    os.close(side)
+    try:
+        jobs.training(here / "marks", world)
+        os.close(terminal)
+        assert process.wait(60) == 75
+        assert jobs.all_gone(here, 30)
+    finally:
+        for pid in {process.pid, *jobs.working_in(here)}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    (step,) = saved(here)
+    assert 1 <= step < 3000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_under_nohup_outlives_its_terminal(here: Path, world: int):
+    with jobs.started(["nohup", *words(here, "train.steps=3000", world=world)], here) as process:
+        jobs.training(here / "marks", world)
+        before = len(jobs.events(here / "runs" / "a"))
+        process.send_signal(signal.SIGHUP)
+        jobs.wait_for(lambda: len(jobs.events(here / "runs" / "a")) > before + 20, 60)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 def test_a_run_can_be_asked_to_save_and_to_stop(here: Path, monkeypatch: pytest.MonkeyPatch):

@@ -32,14 +32,18 @@ def last_sentence(console: Path, code: int) -> str:
 
 
 @contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM, as a scheduler sends it, ends the sweep in the same order as Ctrl-C."""
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, and SIGHUP of a terminal that is gone end the sweep in the order of Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise Preempted("the sweep was asked to end; the same command resumes it")
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -24,7 +24,7 @@ from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.untrusted import safe_writing
 from unisono.supervise.processes import die_with_process
-from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
+from unisono_sweeps.launchers.console import interrupted_by_signals, last_sentence
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"  # which PyTorch for ROCm reads too
 _POLL = 0.1  # seconds
@@ -126,7 +126,7 @@ class LocalLauncher:
         """See the interface."""
         waiting, running = iter(jobs), dict[int, _Process]()
         try:
-            with interrupted_by_sigterm():
+            with interrupted_by_signals():
                 while True:
                     for slot in range(self._jobs):
                         if slot not in running and (job := next(waiting, None)) is not None:

@@ -29,7 +29,7 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.untrusted import safe_writing
 from unisono.supervise.processes import die_with_process
-from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
+from unisono_sweeps.launchers.console import interrupted_by_signals, last_sentence
 from unisono_sweeps.launchers.hosts import console_of, join_words, list_cores, refuse_misfit
 
 _POLL = 0.5  # seconds
@@ -97,7 +97,7 @@ class RayLauncher:
         waiting, running, lost = iter(jobs), dict[str, _Placed](), Counter[str]()
         with self._connected():
             try:
-                with interrupted_by_sigterm():
+                with interrupted_by_signals():
                     while True:
                         while len(running) < self._settings.jobs and (job := next(waiting, None)) is not None:
                             running[job.name] = self._place(job)

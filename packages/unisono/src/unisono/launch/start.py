@@ -61,7 +61,7 @@ def start_run(
         server: Forks the processes, if there are several; None starts new ones.
 
     Raises:
-        Preempted: If the run was ended by SIGTERM or SIGUSR1.
+        Preempted: If the run was ended by SIGTERM, SIGUSR1 or SIGHUP.
     """
     allocator = memory_allocators.device_variables(config.layout.device)
     with preemption.handle_signals(), local_processes.environment_changed(allocator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from unisono.observe.live import PATIENCE, LiveDisplay
 from unisono.observe.notebook_progress import NotebookProgress
-from unisono.runtime.console import clean, discard_output, note_lost
+from unisono.runtime.console import clean, discard_output, lose
 from unisono.runtime.display import notebook
 from unisono.runtime.display.work_progress import show_progress
 from unisono.runtime.text import fold
@@ -61,7 +62,18 @@ class RunConsole(Console):
         try:
             super().print(*texts, **settings)
         except OSError as error:
-            note_lost(error)
+            self._lose(error)
+
+    def __exit__(self, *error: Any) -> None:
+        """Write what a live display has drawn, if that is possible."""
+        try:
+            super().__exit__(*error)
+        except OSError as failed:
+            self._lose(failed)
+
+    def _lose(self, error: OSError) -> None:
+        self.quiet = error.errno == errno.EIO  # a terminal that is gone takes nothing any more
+        lose(sys.stdout, error)
 
     def on_broken_pipe(self) -> None:
         """Discard what is printed from now on."""

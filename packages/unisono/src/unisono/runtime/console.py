@@ -6,6 +6,7 @@ forge lines. `clean` removes both; logs, events and fault records use it as well
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -38,10 +39,8 @@ def say(text: object = "", *, error: bool = False, end: str = "\n", verbatim: bo
         message = fold(message, width)
     try:
         print(message, file=stream, flush=True, end=end)
-    except BrokenPipeError:
-        discard_output(stream)
     except OSError as error:
-        note_lost(error)
+        lose(stream, error)
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
@@ -52,6 +51,14 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
     with suppress(OSError, ValueError):
         return (os.get_terminal_size(stream.fileno()).columns or 80) - 1  # some terminals wrap a line that fills them
     return 79
+
+
+def lose(stream: TextIO, error: OSError) -> None:
+    """React to output that could not be written: go on without, if its reader or its terminal is gone for good."""
+    if error.errno in (errno.EPIPE, errno.EIO):
+        discard_output(stream)
+    else:
+        note_lost(error)
 
 
 def note_lost(error: OSError) -> None:

@@ -1,4 +1,6 @@
-"""Preemption: SIGTERM and SIGUSR1, by which schedulers and spot instances announce that a job has to end.
+"""Preemption: the signals by which schedulers and spot instances announce that a job has to end.
+
+They are SIGTERM and SIGUSR1, and SIGHUP, which says that the terminal is gone, as when a connection of ssh breaks.
 
 Before the first step there is nothing to lose, and the process ends at once. After that a signal is only noted, and the
 synchronisation at the end of the step (`unisono.supervise.step_sync`) decides for all ranks. A thread also receives the
@@ -23,7 +25,7 @@ from typing import Any
 from unisono.runtime.errors import Preempted
 from unisono.supervise import identity
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ENDED_BY_SIGNAL = 128  # plus the signal number: exit code of a process ended because another one failed
 _EXIT_GRACE = 5.0  # seconds for a process to end by itself: before the first step, or after its last save
 TOO_EARLY = "preempted before the first step of this start, so nothing is lost"
@@ -37,7 +39,7 @@ class TooEarly(BaseException):
 
 @contextmanager
 def handle_signals(ends: EndProcess | None = None) -> Iterator[None]:
-    """Listen for SIGTERM and SIGUSR1. If nested, or in a thread, only turn an early signal into `Preempted`.
+    """Listen for `SIGNALS`. If nested, or in a thread, only turn an early signal into `Preempted`.
 
     Args:
         ends: Ends the process if the main thread does not do so in time; None never forces the end.
@@ -148,7 +150,7 @@ class _SignalListener:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._descriptor = -1
-        # Handlers of the user stay in place, and ignored signals stay ignored.
+        # Handlers of the user stay in place, and ignored signals stay ignored, as SIGHUP under nohup.
         self._before = {number: signal.SIG_DFL for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL}
 
     def open(self) -> None:

@@ -312,7 +312,8 @@ def _remove_links(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is handled by the parent
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all; the parent handles them
+        signal.signal(number, signal.SIG_IGN)
     os.nice(10)
     settings = json.loads(sys.stdin.readline())
     where = remote_options(settings["options"], settings["deadline"])

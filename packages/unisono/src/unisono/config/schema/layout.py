@@ -181,7 +181,7 @@ class Launch(Settings):
     )
     preempt_deadline: Positive = Field(
         30.0,
-        description="seconds from SIGTERM or SIGUSR1 to the end of all processes, including a save if there is time",
+        description="seconds from SIGTERM, SIGUSR1 or SIGHUP to the end of all processes, with a save if there is time",
     )
     nodes: PositiveInt = Field(
         1, description="number of hosts on which this command is started; each starts its share of processes"

@@ -28,7 +28,7 @@ _POOLS = (
 )  # fmt: skip
 THREAD_VARIABLES = {**dict.fromkeys(_POOLS, "1"), "TOKENIZERS_PARALLELISM": "false"}
 # Schedulers send these to all processes of a job, but only the parent ends a worker. It starts with them blocked.
-BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 WORKER_VARIABLE = "UNISONO_DATA_WORKER"  # set in the environment of a worker
 
 

@@ -69,7 +69,7 @@ class NodeCommunicator:
     def watch_nodes(self) -> Iterator[None]:
         """While this lasts, end this process's children some seconds after another node is gone or has failed.
 
-        They end as if this process had received a SIGHUP, which raises a KeyboardInterrupt. (A SIGTERM would let them
+        They end as if this process had received a SIGQUIT, which raises a KeyboardInterrupt. (A SIGTERM would let them
         save.)
 
         Raises:
@@ -113,7 +113,7 @@ class NodeCommunicator:
         if stop.wait(_GRACE):
             return
         self.failure = why
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGHUP)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGQUIT)
 
     def _send_heartbeats(self, stop: threading.Event) -> None:
         while not stop.wait(min(5.0, self.timeout / 4)):

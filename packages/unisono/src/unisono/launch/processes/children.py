@@ -106,10 +106,15 @@ def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[
                 children.wait_for_exit(_TICK)
         finally:
             if children.living:
-                _end_children(children, received[0] if received else signal.SIGTERM)
+                _end_children(children, _passed_on(received[0]) if received else signal.SIGTERM)
     if received:
         raise KeyboardInterrupt
     return children.codes
+
+
+def _passed_on(number: int) -> int:
+    """The signal that ends the children at once: after a SIGQUIT each would write its memory into a file."""
+    return number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGKILL
 
 
 def _end_children(children: ChildProcesses, number: int) -> None:
@@ -123,12 +128,14 @@ def _end_children(children: ChildProcesses, number: int) -> None:
 
 @contextmanager
 def _collect_signals(signals: Sequence[int]) -> Iterator[list[int]]:
-    """Collect these signals without acting on them; restore the handlers at the end."""
+    """Collect these signals without acting on them; restore the handlers at the end. nohup's SIGHUP stays ignored."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
     before = {number: signal.getsignal(number) for number in signals}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
     for number in before:
         signal.signal(number, lambda number, _: received.append(number))
     try:

@@ -38,8 +38,8 @@ from unisono.supervise import preemption
 from unisono.supervise.hangs.hang_detection import describe_death
 
 TRAINING_MODULE = "unisono.launch.processes.rank_process"
-# Signals that end all processes; SIGTERM is a preemption, which the processes handle themselves.
-INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Signals that end all processes; those of `preemption` are handled by the processes themselves.
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 
 
 def launch(
@@ -110,7 +110,7 @@ def run_processes(
     loopback: bool,
     node: Node | None = None,
     watch: MonitorClient | None = None,
-    signals: Sequence[int] = (signal.SIGTERM, *INTERRUPT_SIGNALS),
+    signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP, *INTERRUPT_SIGNALS),
     shares_port: bool = True,
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
