@@ -67,7 +67,7 @@ gpu-wheels: $(BIN)/python
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
 	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest build/gpu-wheels -c constraints.txt \
 	  pyarrow fsspec rich filelock lion-pytorch ml_dtypes pyyaml psutil xxhash array-api-compat pygments \
-	  markdown-it-py mdurl optax equinox jaxtyping wadler_lindig absl-py
+	  markdown-it-py mdurl optax equinox jaxtyping wadler_lindig absl-py miniaudio soundfile cffi pycparser scipy
 
 # The native core of unisono.audio again, after a change of its sources; an error where it cannot be built.
 native: $(READY)

@@ -24,6 +24,7 @@ LIBRARIES = (
     "ml_dtypes", "yaml", "psutil", "typing_extensions", "xxhash", "transformers", "tokenizers", "array_api_compat",
 )  # fmt: skip
 JAX = ("jax", "optax", "equinox")
+AUDIO = ("miniaudio", "soundfile", "scipy")
 
 
 def prepare(folder: Path) -> list[str]:
@@ -33,7 +34,7 @@ def prepare(folder: Path) -> list[str]:
     except PackageNotFoundError:  # an installation is left as it is
         sources = [str(path) for path in [*ROOT.glob("packages/*/src"), *ROOT.glob("recipes/*/src")]]
         _add_to_path([str(ROOT), *sources, str(_write_entry_points(folder / "entry-points"))], first=True)
-    if missing(LIBRARIES + JAX) and WHEELS.is_dir():
+    if missing(LIBRARIES + JAX + AUDIO) and WHEELS.is_dir():
         _add_to_path([str(_unpack(folder / "libraries"))], first=False)
     return missing(LIBRARIES)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -21,14 +22,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkout
+from benchmarks import bare_loops, checkout
 
-WARM = 5  # steps before anything is measured
-Row = tuple[str, str, Callable[[], dict[str, Any]]]  # group, what is measured, and how
+TOTAL = 345.0  # seconds of all rows, which leaves some for the start
+AGAIN = "again, with its cache"
+# Every compiler's cache is empty when a first step is measured as cold, whatever else ran on this host.
+CACHES = ("UNISONO_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+LEAST = 60.0  # seconds that any row may take; a CPU may take as long as it needs for all, and more for one
+LEAST_ON_CPU = 300.0
+# Group, what is measured, the seconds that it should take on one GPU, and how.
+Row = tuple[str, str, float, Callable[[], dict[str, Any]]]
 # 763 M parameters, as many as a card of 80 GB trains in fp32 master weights with room for activations.
 LARGE = {
     "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 12,
@@ -44,7 +50,9 @@ class Sizes:
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
         self.sequence, self.batch = (64, 2) if tiny else (2048, 8)
-        self.steps = 8 if tiny else 25
+        self.steps = 8 if tiny else 16
+        # Of recipes whose own models are small.
+        self.as_typed = [f"train.steps={self.steps}", *(["train.global_batch=2"] if tiny else [])]
         self.llama = SMALL if tiny else LARGE
         self.rows, self.side, self.cycles = (8, 4, (1, 1)) if tiny else (768, 9, (3, 6))
 
@@ -75,31 +83,35 @@ def measured_rows(device: str, sizes: Sizes) -> Iterator[Row]:
     def train(recipe: str, words: list[str], *more: str) -> Callable[[], dict[str, Any]]:
         return lambda: trained(recipe, device, [*words, *more])
 
+    def bare_language(compile: bool) -> dict[str, Any]:
+        vocabulary, shape = 512 if sizes.tiny else 8192, (sizes.batch, sizes.sequence)
+        return bare_loops.language(device, sizes.llama, vocabulary, shape, sizes.steps, compile)
+
     loss = "language, bf16"
-    yield loss, "a bare loop, blocks compiled", lambda: bare_language(device, sizes, compile=True)
-    yield loss, "unisono, compiled", train("language", sizes.language, "layout.compile=true")
-    yield loss, "unisono, eager", train("language", sizes.language)
-    yield loss, "a bare loop, eager", lambda: bare_language(device, sizes, compile=False)
+    yield loss, "a bare loop, blocks compiled", 25, lambda: bare_language(compile=True)
+    yield loss, "unisono, compiled", 35, train("language", sizes.language, "layout.compile=true")
+    yield loss, "unisono, eager", 22, train("language", sizes.language)
+    yield loss, "a bare loop, eager", 16, lambda: bare_language(compile=False)
     step = f"puzzles, {sizes.rows} rows of {sizes.side}×{sizes.side}, bf16"
-    yield step, "unisono, torch compiled", train("puzzles", sizes.puzzles, "layout.compile=true")
-    yield step, "unisono, JAX", train("puzzles", sizes.puzzles, "layout.engine=jax")
-    yield (
-        step,
-        "unisono, JAX again, with its cache",
-        train("puzzles", sizes.puzzles, "layout.engine=jax"),
-    )
-    yield step, "the published loop, eager", lambda: published_puzzles(device, sizes)
-    yield step, "unisono, torch eager", train("puzzles", sizes.puzzles)
-    yield "samples of puzzles", "all at once", lambda: samples(sizes, together=True)
-    yield "samples of puzzles", "one by one", lambda: samples(sizes, together=False)
-    for name, how in (("grouped", "grouped"), ("transformers' loop", "loop")):
-        yield "experts of one layer, bf16", name, lambda how=how: experts_pass(device, sizes, how)
+    yield step, "unisono, torch compiled", 35, train("puzzles", sizes.puzzles, "layout.compile=true")
+    yield step, "unisono, JAX", 30, train("puzzles", sizes.puzzles, "layout.engine=jax")
+    yield step, f"unisono, JAX {AGAIN}", 14, train("puzzles", sizes.puzzles, "layout.engine=jax")
+    yield step, "the published loop, eager", 14, lambda: published_puzzles(device, sizes)
+    yield "birdsong, JAX, as typed", "unisono", 25, train("birdsong", sizes.as_typed)
+    yield "birdsong, JAX, as typed", f"unisono {AGAIN}", 14, train("birdsong", sizes.as_typed)
+    yield "birdsong, JAX, as typed", "a bare loop", 20, lambda: bare_loops.birdsong(sizes.as_typed, sizes.steps)
+    yield "speech, as typed", "unisono", 14, train("speech", sizes.as_typed)
+    yield "speech, as typed", "a bare loop", 10, lambda: bare_loops.speech(device, sizes.as_typed, sizes.steps)
+    yield step, f"unisono, torch compiled {AGAIN}", 15, train("puzzles", sizes.puzzles, "layout.compile=true")
+    yield "experts of one layer, bf16", "grouped, transformers' loop", 12, lambda: experts_passes(device, sizes)
+    yield "samples of puzzles", "all at once, one by one", 7, lambda: samples(sizes)
+    yield step, "unisono, torch eager", 14, train("puzzles", sizes.puzzles)
     # Last: it finds a size of its own, and compiles nothing.
-    auto = ["task.sequence=64", "train.global_batch=64", "train.steps=3"] if sizes.tiny else [
-        *[word for word in sizes.language if not word.startswith(("train.global_batch", "train.steps"))],
-        "train.global_batch=64", "train.steps=3",
+    auto = ["task.sequence=64"] if sizes.tiny else [
+        word for word in sizes.language if not word.startswith(("train.global_batch", "train.steps"))
     ]  # fmt: skip
-    yield "layout.micro_batch=auto", "unisono", train("language", auto, "layout.micro_batch=auto")
+    auto += ["train.global_batch=64", "train.steps=3", "layout.micro_batch=auto"]
+    yield "layout.micro_batch=auto", "unisono", 23, train("language", auto)
 
 
 # how ------------------------------------------------------------------------------------------------------------------
@@ -113,7 +125,7 @@ def trained(recipe: str, device: str, words: list[str]) -> dict[str, Any]:
             "checkpoint.at_end=false", "observe.progress=false", "observe.trackers=[]", f"run.dir={folder}",
             "run.name=run",
         ]  # fmt: skip
-        if "layout.engine=jax" in words:
+        if "layout.engine=jax" in words or recipe == "birdsong":
             own[1] = "layout.device=auto"
         elif device == "cpu":
             own.append("layout.threads=1")
@@ -131,71 +143,26 @@ def trained(recipe: str, device: str, words: list[str]) -> dict[str, Any]:
                 raise RuntimeError(output.read().strip().splitlines()[-1])
         steps = [json.loads(line) for line in events.read_text("utf-8").splitlines()]
     steps = [step for step in steps if "loss" in step and not step.get("eval")]
-    late = steps[min(WARM, len(steps) - 2) :]
+    late = steps[min(bare_loops.WARM, len(steps) - 2) :]
     found = {"ms a step": 1e3 * statistics.median(step["seconds"] for step in late)}
     found["first step after, s"] = first
     found["data wait"] = statistics.mean(step["data_wait"] for step in late)
     if "mfu" in late[-1]:
         found["mfu"] = statistics.median(step["mfu"] for step in late)
+    if "memory_gb" in late[-1]:
+        found["peak, GB"] = max(step["memory_gb"] for step in steps)
     return found
 
 
-def timed(device: str, steps: Iterator[None]) -> dict[str, Any]:
-    """The median step of a loop that yields before each step and after the last."""
-    import torch
-
-    times = []
-    for _ in steps:
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter())
-    each = [after - before for before, after in pairwise(times)]
-    return {"ms a step": 1e3 * statistics.median(each[min(WARM, len(each) - 1) :])}
-
-
-def bare_language(device: str, sizes: Sizes, compile: bool) -> dict[str, Any]:
-    """The same Llama by hand: autocast, fused AdamW, clipping, one number read from the device per step."""
-    import torch
-    import torch.nn.functional as F
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    vocabulary = 512 if sizes.tiny else 8192
-    model = LlamaForCausalLM(LlamaConfig(**sizes.llama, vocab_size=vocabulary, use_cache=False)).to(device)
-    if compile:
-        for block in model.model.layers:
-            block.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-
-    def loop() -> Iterator[None]:
-        for _ in range(sizes.steps):
-            yield
-            tokens = torch.randint(vocabulary, (sizes.batch, sizes.sequence + 1)).to(device, non_blocking=True)
-            with torch.autocast(device, torch.bfloat16):
-                logits = model(input_ids=tokens[:, :-1]).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.item()
-        yield
-
-    return timed(device, loop())
-
-
 def published_puzzles(device: str, sizes: Sizes) -> dict[str, Any]:
-    """The loop as it was published; see `benchmarks.puzzles`."""
-    from benchmarks import puzzles
-
+    """The loop as it was published, with the model of `sizes`."""
     model = {"mixer": "mlp", "positions": "none", "h_cycles": sizes.cycles[0], "l_cycles": sizes.cycles[1]}
     if sizes.tiny:
         model |= {"width": 64, "heads": 4, "prefix": 4, "embedding": 64, "inner_multiple": 32}
-    task = puzzles.task_of("torch", sizes.side, sizes.rows, model)
-    return timed(device, (None for _ in puzzles.published(task, sizes.rows, sizes.steps, "bf16", device)))
+    return bare_loops.puzzles(device, sizes.side, sizes.rows, model, sizes.steps)
 
 
-def samples(sizes: Sizes, together: bool) -> dict[str, Any]:
+def samples(sizes: Sizes) -> dict[str, Any]:
     """A micro-batch of puzzles in one thread, the fastest of ten."""
     import numpy as np
 
@@ -205,17 +172,19 @@ def samples(sizes: Sizes, together: bool) -> dict[str, Any]:
     from unisono.data.order.plan import SampleIndices
 
     task = puzzles.task_of("torch", sizes.side, sizes.rows, {})
-    builder = BatchBuilder(task, task.data(), 0, "train", contents=True, together=together)
     rows = np.arange(sizes.rows)
-    request, times = Request(0, range(sizes.rows), SampleIndices(rows, rows, np.zeros_like(rows))), []
-    for _ in range(10):
-        began = time.perf_counter()
-        builder.make(request)
-        times.append(time.perf_counter() - began)
-    return {"ms a micro-batch": 1e3 * min(times)}
+    request, found = Request(0, range(sizes.rows), SampleIndices(rows, rows, np.zeros_like(rows))), {}
+    for name, together in (("all at once", True), ("one by one", False)):
+        builder, times = BatchBuilder(task, task.data(), 0, "train", contents=True, together=together), []
+        for _ in range(10):
+            began = time.perf_counter()
+            builder.make(request)
+            times.append(time.perf_counter() - began)
+        found[f"ms, {name}"] = 1e3 * min(times)
+    return found
 
 
-def experts_pass(device: str, sizes: Sizes, how: str) -> dict[str, Any]:
+def experts_passes(device: str, sizes: Sizes) -> dict[str, Any]:
     """A layer of the size of OLMoE's, forward and backward; the fastest of ten."""
     import torch
 
@@ -223,11 +192,13 @@ def experts_pass(device: str, sizes: Sizes, how: str) -> dict[str, Any]:
     from unisono_language.experts import register_grouped
 
     register_grouped()
-    size = experts.SIZES[0 if sizes.tiny else 1]
+    size, found = experts.SIZES[0 if sizes.tiny else 1], {}
     module = experts.layer(size, torch.bfloat16, device)
     given = experts.inputs(size, torch.bfloat16, device)
-    times = [experts.once(module, how, given, device) for _ in range(3 if sizes.tiny else 10)]
-    return {"ms a pass": min(times[1:])}
+    for name, how in (("grouped", "grouped"), ("transformers' loop", "loop")):
+        times = [experts.once(module, how, given, device) for _ in range(3 if sizes.tiny else 10)]
+        found[f"ms a pass, {name}"] = min(times[1:])
+    return found
 
 
 # all of it ------------------------------------------------------------------------------------------------------------
@@ -285,22 +256,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for all figures, as JSON")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="run all of the code on the smallest sizes")
-    parser.add_argument("--seconds", type=float, default=345.0, help="of all rows; what has no time is named")
+    parser.add_argument("--seconds", type=float, help="of all rows, on a GPU 345; what has no time is named")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     rows = list(measured_rows(arguments.device, Sizes(arguments.tiny)))
+    on_cpu = arguments.device == "cpu"
+    total = arguments.seconds or (math.inf if on_cpu else TOTAL)
+    least = LEAST_ON_CPU if on_cpu else LEAST
     if arguments.row is not None:
-        print(json.dumps(rows[arguments.row][2]()))
+        print(json.dumps(rows[arguments.row][-1]()))
         return
     with tempfile.TemporaryDirectory(prefix="unisono-gpu-") as folder:
         if missing := checkout.prepare(Path(folder)):
             sys.exit(f"{', '.join(missing)} cannot be imported here: see `make gpu-wheels`")
-        os.environ.setdefault("UNISONO_CACHE", f"{folder}/cache")
+        os.environ.update({name: f"{folder}/{name}" for name in CACHES})
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # else it would be used instead of ours
         host, began, found = describe_host(), time.monotonic(), []
         print(f"{host}\n\n| group | what | figures |\n|---|---|---|", flush=True)
-        for number, (group, what, _) in enumerate(rows):
-            left = arguments.seconds - (time.monotonic() - began)
-            seconds = min(left, max(60.0, left / 2))  # one that hangs leaves time for others
+        for number, (group, what, expected, _) in enumerate(rows):
+            left = total - (time.monotonic() - began)
+            seconds = min(left, max(least, 2 * expected))  # one that hangs leaves time for others
             figures = measure(number, arguments, seconds) if left > 5 else {"not measured": "no time was left"}
             found.append({"group": group, "what": what, **figures})
             shown = ", ".join(format_value(name, value) for name, value in figures.items())

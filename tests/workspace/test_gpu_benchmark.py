@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.gpu import run_row
+from benchmarks.gpu import AGAIN, TOTAL, Sizes, measured_rows, run_row
 from packages.unisono.tests.launch import jobs
 
 HANGING = """
@@ -33,3 +33,17 @@ def test_a_row_whose_time_is_over_ends_with_all_that_it_has_started(tmp_path: Pa
 def test_a_row_that_fails_says_why_and_one_that_ends_is_read() -> None:
     assert run_row([sys.executable, "-c", "raise SystemExit('no card')"], 60.0) == {"not measured": "no card"}
     assert run_row([sys.executable, "-c", "print('a line'); print('{\"ms\": 3}')"], 60.0) == {"ms": 3}
+
+
+def test_all_rows_together_are_expected_to_take_less_than_six_minutes() -> None:
+    rows = list(measured_rows("cuda", Sizes(tiny=False)))
+    assert all(seconds > 5 for _, _, seconds, _ in rows)
+    assert sum(seconds for _, _, seconds, _ in rows) <= TOTAL <= 345
+
+
+def test_what_is_measured_from_a_cache_was_measured_without_it_before() -> None:
+    rows = [(group, what) for group, what, _, _ in measured_rows("cuda", Sizes(tiny=False))]
+    again = [(group, what.removesuffix(f" {AGAIN}")) for group, what in rows if what.endswith(AGAIN)]
+    assert {group.split(",")[0] for group, _ in again} == {"puzzles", "birdsong"}
+    for group, what in again:
+        assert rows.index((group, what)) < rows.index((group, f"{what} {AGAIN}"))
