@@ -81,14 +81,6 @@ def test_threads_or_processes_are_chosen_by_what_holds_pythons_lock(
         assert f"1 {kind}," in loader.facts()
 
 
-def test_more_workers_than_cores_are_warned_of(path: str) -> None:
-    with made.loader(Listener(path), of=PLAN, workers=999, on_error="mask") as loader:
-        loader.start()
-        assert any(
-            "data.workers=999 with 1 process on this host is more than its" in line for line in loader.messages()
-        )
-
-
 def test_a_loader_counts_what_it_built(path: str) -> None:
     with made.loader(Listener(path), of=PLAN, on_error="mask", prefetch=2) as loader:
         masked = sum(len(micro.info.masked) for step in loader.steps() for micro in step if micro.info)

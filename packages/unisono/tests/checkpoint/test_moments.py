@@ -205,7 +205,9 @@ def test_moments_of_torchtitan_come_under_the_names_and_in_the_rows_of_transform
     assert imported(tmp_path / "step-2", tmp_path / "out", *words) == 0
     said = capsys.readouterr().out
     assert "left out: moments of model.norm.weight ([5] instead of [16])" in said
-    assert "optimizer (12" not in said
+    assert "left out: optimizer.param_groups (the optimizer's settings, such as lr)" in said
+    assert "left out: optimizer (" not in said, "beside moments that were taken"
+    assert f"{tmp_path / 'moments.safetensors'}: moments of {len(names) - 1} parameters" in said
     found = load_file(tmp_path / "moments.safetensors")
     assert len(found) == 3 * (len(names) - 1)
     for name, parameter in names.items():

@@ -1,7 +1,7 @@
 """Records which settings a process reads: imported by the task of a run, whose processes then write down each key once.
 
-A key counts as read if code outside of the schema itself takes it from a group of settings. What is written down is the
-class and the name of the field, since a group does not know where it lies.
+A key counts as read if code outside of the schema itself takes it from a group of settings. What is written down is
+the class of the group, and the one that declares the field, with its name, since a group does not know where it lies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def start() -> None:
             if not reader.startswith(_UNCOUNTED):
                 _seen.add((type(self), name))
                 with Path(path).open("a", encoding="utf-8") as file:
-                    file.write(f"{_home(type(self), name)}.{name}\n")
+                    for kind in {_home(type(self), name), type(self).__name__}:
+                        file.write(f"{kind}.{name}\n")
         return plain(self, name)
 
     Settings.__getattribute__ = read  # type: ignore[method-assign]

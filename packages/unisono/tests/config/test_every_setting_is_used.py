@@ -22,7 +22,8 @@ from packages.unisono.tests.config import recording
 from packages.unisono.tests.launch import jobs
 from unisono.config.schema import Only, Settings
 from unisono.config.schema.data import Data
-from unisono.config.schema.run import RunConfig
+from unisono.config.schema.optimizers import Optimizer
+from unisono.config.schema.run import Lora, RunConfig
 from unisono.launch.resolving import layout
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import load_config
@@ -90,46 +91,66 @@ if os.environ.get("BROKEN") == "no upload":
     Uploads._link_files = fail
 """
 EPOCHS = ("train.epochs=1", "train.steps=null")
+MUON = ("optim=muon", 'optim.groups=[{match: "*weight", muon: true}]')
 RUNS = {
     "torch": {
-        "full": (*FULL, "layout.world_size=1", STORE),
-        "adapter": ("adapter=lora", "train.steps=2", "layout.world_size=1", "layout.micro_batch=auto"),
-        "no upload": NO_UPLOAD,
-        "lost disk": LOST_DISK,
-        "ddp": ("layout.world_size=2", "train.steps=2", "data.worker_kind=processes"),
-        "hsdp": ("layout.world_size=2", "layout.strategy=hsdp", "layout.shards=2", "layout.micro_batch=2", *EPOCHS),
+        "full": (*FULL, "layout.world_size=1", STORE, "optim=adamw"),
+        "adapter": ("adapter=lora", "train.steps=2", "layout.world_size=1", "layout.micro_batch=auto", "optim=lion"),
+        "no upload": (*NO_UPLOAD, "optim=adam_atan2"),
+        "lost disk": (*LOST_DISK, "optim=adafactor"),
+        "ddp": ("layout.world_size=2", "train.steps=2", "data.worker_kind=processes", *MUON),
+        "hsdp": (
+            "layout.world_size=2", "layout.strategy=hsdp", "layout.shards=2", "layout.micro_batch=2", "optim=sgd",
+            *EPOCHS,
+        ),
     },
     "jax": {
-        "full": (*FULL, "layout.world_size=1", STORE),
-        "lost disk": LOST_DISK,
-        "no upload": NO_UPLOAD,
-        "processes": ("layout.world_size=2", "train.steps=2", "layout.devices=1"),
-        "epochs": ("layout.devices=2", "layout.strategy=hsdp", "layout.shards=2", *EPOCHS),
+        "full": (*FULL, "layout.world_size=1", STORE, "optim=adamw"),
+        "muon": ("layout.world_size=1", "train.steps=1", *MUON),
+        "lost disk": (*LOST_DISK, "optim=lion"),
+        "no upload": (*NO_UPLOAD, "optim=adam_atan2"),
+        "processes": ("layout.world_size=2", "train.steps=2", "layout.devices=1", "optim=adafactor"),
+        "epochs": ("layout.devices=2", "layout.strategy=hsdp", "layout.shards=2", "optim=sgd", *EPOCHS),
     },
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Key:
-    """A setting: its dotted key, the name under which its reads are recorded, and another value than its default."""
+    """A setting: its dotted key, the name under which its reads are recorded, and another value than its default.
+
+    `chosen` are the words by which a run has the group that it belongs to, of those of which it chooses one.
+    """
 
     dotted: str
     recorded: str
     other: Any
     only: str | None
+    chosen: tuple[str, ...] = ()
 
 
-def keys(kind: type[Settings], prefix: str = "") -> Iterator[Key]:
-    """All settings at any depth that are always there; groups of which a run chooses one are its own affair."""
+def all_keys() -> Iterator[Key]:
+    """Those that are always there, and those of each optimizer and of adapters; a task's groups are its own affair."""
+    yield from keys(RunConfig)
+    for kind in get_args(get_args(Optimizer)[0]):
+        name = get_args(kind.model_fields["kind"].annotation)[0]
+        yield from keys(kind, "optim.", MUON if name == "muon" else (f"optim={name}",))
+    yield from keys(Lora, "adapter.", ("adapter=lora",))
+
+
+def keys(kind: type[Settings], prefix: str = "", chosen: tuple[str, ...] = ()) -> Iterator[Key]:
+    """All settings of a group at any depth."""
     for name, field in kind.model_fields.items():
         if kind is RunConfig and name in ("recipe", "task", "model", "optim", "schedules", "adapter", "callbacks"):
+            continue
+        if chosen and name in ("kind", "rest"):  # which of them, and one that comes by itself
             continue
         inner = Data if kind is RunConfig and name == "data" else field.annotation
         if isinstance(inner, type) and issubclass(inner, Settings):
             yield from keys(inner, f"{prefix}{name}.")
             continue
         only = next((mark.engine for mark in field.metadata if isinstance(mark, Only)), None)
-        yield Key(f"{prefix}{name}", f"{kind.__name__}.{name}", other_value(field), only)
+        yield Key(f"{prefix}{name}", f"{kind.__name__}.{name}", other_value(field), only, chosen)
 
 
 def other_value(field: Any) -> Any:
@@ -154,7 +175,7 @@ def _values(kind: Any, metadata: Any = ()) -> Iterator[Any]:
     elif kind is bool:
         yield from (True, False)
     elif kind in (int, float):
-        yield from (kind(2), kind(3), kind(0.5))
+        yield from (kind(2), kind(3), kind(0.5), kind(-1))
     elif kind in (str, Path):
         yield "other"
     elif isinstance(kind, type) and issubclass(kind, Settings):
@@ -167,7 +188,7 @@ def _values(kind: Any, metadata: Any = ()) -> Iterator[Any]:
         yield {"other": next(_values(get_args(kind)[1]), "other")}
         yield {"anon": True}  # an option of a store
     elif origin is tuple:
-        yield [2, 2]
+        yield from ([value] * len(get_args(kind)) for value in (2, 0.5))
 
 
 def words_of(folder: Path, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -198,7 +219,7 @@ def test_a_setting_is_used_or_refused(engine: tuple[str, Path, set[str]], monkey
     monkeypatch.syspath_prepend(str(Path(recording.__file__).parent))
     ignored = [
         key.dotted
-        for key in keys(RunConfig)
+        for key in all_keys()
         if key.recorded not in reads and not all(is_refused(folder, words, key) for words in RUNS[name].values())
     ]
     assert not ignored, f"accepted, and never looked at by the {name} engine"
@@ -212,7 +233,7 @@ def test_a_setting_of_one_engine_is_refused_by_the_other(
         pytest.importorskip("equinox", reason="equinox is not installed")
     (tmp_path / "small.py").write_text(TASKS[name], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    others = [key for key in keys(RunConfig) if key.only not in (None, name)]
+    others = [key for key in all_keys() if key.only not in (None, name)]
     assert others
     for key in others:
         for more in ((), (f"layout.engine={name}",)):  # also where nobody names the engine
@@ -221,7 +242,10 @@ def test_a_setting_of_one_engine_is_refused_by_the_other(
 
 
 def resolved(words: tuple[str, ...], key: Key) -> RunConfig:
-    config, _ = load_config("small.py:Small", [*words, f"{key.dotted}={_written(key.other)}"])
+    group = key.dotted.split(".")[0]
+    kept = [word for word in words if not (key.chosen and word.startswith((f"{group}=", f"{group}.")))]
+    chosen = [word for word in key.chosen if not word.startswith(f"{key.dotted}=")]
+    config, _ = load_config("small.py:Small", [*kept, *chosen, f"{key.dotted}={_written(key.other)}"])
     return layout.resolve_layout(config, None)
 
 

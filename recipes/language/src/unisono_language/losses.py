@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unisono import Batch, Loss
+from unisono_language.data.chat import IGNORED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,14 +47,38 @@ def log_probabilities(outputs: Mapping[str, Any], batch: Batch, chunk: int) -> T
     return -torch.stack(sums).view(-1, 2)
 
 
-def bits_per_byte(nats: Tensor, targets: Tensor, sizes: NDArray[np.float64] | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """The metric, from the nats of targets (tokens,) and the bytes of each token; none where these are unknown."""
+def with_metrics(total: Tensor, right: Tensor, targets: Tensor, sizes: NDArray[np.float64] | None) -> Loss:
+    """The loss of an evaluation, with the share of correct predictions and bits per byte.
+
+    Args:
+        total: cross-entropy in nats.
+        right: number of correct predictions.
+        targets: of all rows, (tokens,).
+        sizes: bytes of each token of the vocabulary; None where these are unknown, so that there are no bits per byte.
+    """
     import torch
 
-    if sizes is None:
-        return {}
-    known = torch.as_tensor(sizes, dtype=nats.dtype, device=targets.device)
-    return {"bits_per_byte": (nats / np.log(2), known[targets].sum())}
+    real = targets[targets != IGNORED]
+    metrics: dict[str, tuple[Any, Any]] = {"accuracy": (right, real.numel())}
+    if sizes is not None:
+        known = torch.as_tensor(sizes, dtype=total.dtype, device=real.device)
+        metrics["bits_per_byte"] = total / np.log(2), known[real].sum()
+    return Loss({"next_token": total}, metrics=metrics)
+
+
+def predictions(outputs: Mapping[str, Any], batch: Batch, chunk: int) -> dict[str, list[float]]:
+    """Of each row the number of targets, the nats per target, and the share of correct predictions."""
+    import torch
+
+    columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
+    name = per_row(outputs)
+    for row, targets in zip(outputs[name], torch.as_tensor(batch["targets"], device=outputs[name].device), strict=True):
+        total, right = sum_cross_entropy({**outputs, name: row[None]}, targets, chunk)
+        count = int((targets != IGNORED).sum())
+        columns["targets"].append(count)
+        columns["nats_per_target"].append(float(total) / max(1, count))
+        columns["accuracy"].append(float(right) / max(1, count))
+    return columns
 
 
 def with_routers(

@@ -202,10 +202,7 @@ class Language(Task):
         targets = batch["targets"].reshape(-1)
         total, right = losses.sum_cross_entropy(outputs, targets, self.config.loss_chunk)
         if not context.training:
-            real = targets[targets != IGNORED]
-            in_bytes = losses.bits_per_byte(total, real, self.tokenizer.token_bytes)
-            metrics = {"accuracy": (right, real.numel()), **in_bytes}
-            return Loss({"next_token": total}, metrics=metrics)
+            return losses.with_metrics(total, right, targets, self.tokenizer.token_bytes)
         if not self._router_weights:
             return Loss({"next_token": total})
         logits, real, per_token = outputs["router"], _real_tokens(batch), self._experts_per_token
@@ -231,25 +228,11 @@ class Language(Task):
 
     def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
         """For each row: number of targets, nats per target, and accuracy; for each pair, its log-probabilities."""
-        import torch
-
         if "reference" in batch:
-            found = losses.log_probabilities(outputs, batch, self.config.loss_chunk)
             assert isinstance(self.data_config, settings.Preferences)
-            gained = found - torch.as_tensor(batch["reference"], device=found.device)
-            margins = self.data_config.beta * (gained[:, 0] - gained[:, 1])  # as steps and evaluations report it
-            kinds = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins}
-            return {name: values.tolist() for name, values in kinds.items()}
-        columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
-        made = losses.per_row(outputs)
-        for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):
-            own = {**outputs, made: outputs[made][row : row + 1]}
-            total, right = losses.sum_cross_entropy(own, targets, self.config.loss_chunk)
-            count = int((targets != IGNORED).sum())
-            columns["targets"].append(count)
-            columns["nats_per_target"].append(float(total) / max(1, count))
-            columns["accuracy"].append(float(right) / max(1, count))
-        return columns
+            found = losses.log_probabilities(outputs, batch, self.config.loss_chunk)
+            return preferences.predictions(found, batch["reference"], self.data_config.beta)
+        return losses.predictions(outputs, batch, self.config.loss_chunk)
 
     @property
     def held_out_names(self) -> list[str]:

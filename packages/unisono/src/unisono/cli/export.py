@@ -69,6 +69,8 @@ def _import(parsed: argparse.Namespace) -> int:
     words = arguments.parse_settings(parsed, Import)
     made = import_weights(parsed.source, words)
     say(f"{made.out}: {made.tensors} tensors, {made.size / 1e6:.1f} MB")
+    if words.moments is not None:
+        say(f"{words.moments}: moments of {made.moments} parameter{'s' * (made.moments != 1)}")
     for line in made.left_out:
         say(f"  left out: {line}")
     return 0

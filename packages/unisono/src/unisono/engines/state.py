@@ -16,6 +16,8 @@ from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
 from unisono.runtime.errors import CheckpointError
 
+ADAM_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "step"})  # of a parameter, as torch's Adam names them
+
 
 @dataclass(frozen=True)
 class ArrayShard:

@@ -295,7 +295,7 @@ def _variation_cases(
         case "accumulate":  # has micro-batches of its own
             return
         case "workers":
-            data = {"workers": 3, "prefetch": 1}
+            data = {"workers": 3, "prefetch": 1, "storage": "remote"}  # on any number of cores
             yield replace(same, name=_case_name(plain, "workers"), data=data, bitwise=True)
         case "resume":
             stops = tuple(proof.stops)

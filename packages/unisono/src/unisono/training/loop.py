@@ -127,6 +127,7 @@ class Training:
         for one in callbacks:
             if isinstance(one, FallOnPlateau):
                 self._parts.scalars.falls = one.count
+                one.say = lambda line: self.say(line)
         self._total = self._parts.plan.steps
         self._last_step = min(self._total, run.config.run.stop_after or self._total)
         self._sync = StepSync(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,31 @@ def test_storage_decides_how_many_workers_there_are_by_default(
         next(loader.steps())
         assert loader.facts().startswith(says)
         assert ("from remote storage" in loader.facts()) is remote
-        assert not any("more than its" in line for line in loader.messages()), "workers that wait need no core"
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "storage", "used"),
+    [
+        (64, 1, "auto", 4),
+        (2, 4, "local", 1),
+        (2, 8, "auto", 1),  # more processes than cores
+        (4, 1, "auto", 4),
+        (2, 2, "auto", 2),
+        (64, 4, "remote", 64),  # workers that wait need no core
+    ],
+)
+def test_there_are_no_more_workers_than_cores_unless_they_wait_for_storage(
+    monkeypatch: pytest.MonkeyPatch, asked: int, processes: int, storage: str, used: int
+) -> None:
+    monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 4)
+    task, how = Augmented(), configuration(data={"workers": asked, "storage": storage})
+    place = ProcessInfo(0, processes, local_world_size=processes)
+    split = BatchSplit.create(BATCH, 1, 4)
+    with closing(Loader.from_config(task, task.data(), made.plan(), split, place, how)) as loader:
+        assert loader.facts().startswith(f"{used} thread")
+        said = list(loader.messages())
+        next(loader.steps())
+    assert [line.partition(",")[0] for line in said] == [f"data.workers={asked}: using {used}"] * (used != asked)
 
 
 @pytest.mark.parametrize(("given", "ahead"), [({}, 4), ({"workers": 3}, 6), ({"prefetch": 2, "workers": 3}, 2)])

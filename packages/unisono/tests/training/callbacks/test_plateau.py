@@ -27,7 +27,9 @@ PLATEAU = {"kind": "plateau", "patience": 2, "min_delta": 1.0, "factor": 0.5, "w
 RATE = 1e-2
 
 
-def config(steps: int = 9, world_size: int = 1, evaluation: Any = None, **schedules: Any) -> RunConfig:
+def config(
+    steps: int = 9, world_size: int = 1, evaluation: Any = None, progress: Any = False, **schedules: Any
+) -> RunConfig:
     return configuration(
         train={"steps": steps, "global_batch": 8},
         schedules=schedules or {"lr": PLATEAU},
@@ -35,7 +37,7 @@ def config(steps: int = 9, world_size: int = 1, evaluation: Any = None, **schedu
         eval={"every": 1, "at_end": False} if evaluation is None else evaluation,
         checkpoint={"every": 4, "at_end": True},
         layout=runs.layout("ddp" if world_size > 1 else "single"),
-        observe={"progress": False},
+        observe={"progress": progress},
     )
 
 
@@ -48,8 +50,15 @@ def rates(folder: Path) -> dict[int, float]:
     return {event["step"]: event["lr"] / RATE for event in found}
 
 
-def test_the_rate_falls_after_so_many_evaluations_without_an_improvement_down_to_the_floor(tmp_path: Path) -> None:
-    train(tmp_path, config())
+def test_the_rate_falls_after_so_many_evaluations_without_an_improvement_down_to_the_floor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, config(progress="plain"))
+    said = [line.split(" of its peak: ") for line in capsys.readouterr().out.splitlines() if "of its peak" in line]
+    assert [where for where, _ in said] == [
+        f"step {step}: the learning rate falls to {factor:g}" for step, factor in ((3, 0.5), (5, 0.25), (7, 0.2))
+    ], "and no more at the floor"
+    assert {why for _, why in said} == {"loss has not improved for 2 evaluations"}
     losses = [event["loss"] for event in events.read_events(tmp_path / "events.jsonl") if event.get("eval")]
     assert len({*losses}) == 9, "nothing was trained"
     # the first evaluation is the best one; then it falls after every second

@@ -234,7 +234,7 @@ def loss(log_probabilities: Tensor, reference: Tensor, beta: float, label_smooth
     """
     from torch.nn.functional import logsigmoid
 
-    rewards = beta * (log_probabilities - reference.to(log_probabilities.dtype))
+    rewards = _rewards(log_probabilities, reference, beta)
     margins = rewards[:, 0] - rewards[:, 1]
     losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
     count = float(len(margins))
@@ -245,3 +245,17 @@ def loss(log_probabilities: Tensor, reference: Tensor, beta: float, label_smooth
         "rejected_reward": (rewards.detach()[:, 1].sum(), count),
     }
     return Loss({"preference": losses.sum()}, metrics=metrics)
+
+
+def predictions(log_probabilities: Tensor, reference: Any, beta: float) -> dict[str, list[float]]:
+    """Log-probabilities of the answers of each pair, and its margin as `loss` reports it; arguments as there."""
+    import torch
+
+    rewards = _rewards(log_probabilities, torch.as_tensor(reference, device=log_probabilities.device), beta)
+    chosen, rejected = log_probabilities.unbind(1)
+    columns = {"chosen": chosen, "rejected": rejected, "margin": rewards[:, 0] - rewards[:, 1]}
+    return {name: values.tolist() for name, values in columns.items()}
+
+
+def _rewards(log_probabilities: Tensor, reference: Tensor, beta: float) -> Tensor:  # (pairs, 2)
+    return beta * (log_probabilities - reference.to(log_probabilities.dtype))

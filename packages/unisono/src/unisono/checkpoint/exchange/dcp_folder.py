@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from unisono.engines.state import ADAM_MOMENTS
 from unisono.runtime.errors import CheckpointError
 
 METADATA, SUFFIX = ".metadata", ".distcp"
@@ -22,9 +23,9 @@ METADATA, SUFFIX = ".metadata", ".distcp"
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "pathlib")
 _MODEL = "model"  # under which a checkpoint most often has its weights
 # Adam's, of `state_dict()` of an optimizer, by names or numbers of parameters, whether or not its keys are flattened.
-_MOMENT = re.compile(r"(?:(.*)\.)?state\.(.+)\.(exp_avg|exp_avg_sq|step)")
+_MOMENT = re.compile(rf"(?:(.*)\.)?state\.(.+)\.({'|'.join(ADAM_MOMENTS)})")
+_SETTINGS = "param_groups"  # of an optimizer, in the same place
 Taking = Literal["weights", "weights beside moments", "moments"]  # of a folder, which may be read for both
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "step"})
 
 
 class _StandIn:
@@ -191,21 +192,41 @@ def choose_moments(
         if entry in found.setdefault(name, {}):
             raise CheckpointError(f"has moments of '{name}' twice, of two optimizers")
         found[name][entry] = one
-    whole = {name: entries for name, entries in found.items() if entries.keys() == _MOMENTS}
+    whole = {name: entries for name, entries in found.items() if entries.keys() == ADAM_MOMENTS}
     if not whole:
         raise CheckpointError("has no moments of Adam (exp_avg, exp_avg_sq and step, under the state of an optimizer)")
-    groups = {path[at + 1] for path in others if "param_groups" in path[:-1] for at in [path.index("param_groups")]}
+    groups = {path[at + 1] for path in others if _SETTINGS in path[:-1] for at in [path.index(_SETTINGS)]}
     if all(name.isdigit() for name in whole) and len(groups) > 1:
         raise CheckpointError(
             f"has moments by number in {len(groups)} groups, so nobody can tell of which parameters; save "
             "names instead, by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     left = [
-        f"moments of {name} (without {' and '.join(sorted(_MOMENTS - entries.keys()))})"
+        f"moments of {name} (without {' and '.join(sorted(ADAM_MOMENTS - entries.keys()))})"
         for name, entries in found.items()
         if name not in whole
     ]
     return {f"{name}.{entry}": one for name, entries in whole.items() for entry, one in entries.items()}, left
+
+
+def describe_plain(others: Sequence[tuple[str, ...]], taking: Taking) -> list[str]:
+    """What else is in a folder than tensors, none of which is imported.
+
+    Args:
+        others: the paths of it.
+        taking: what is imported; of an optimizer whose moments are, only its settings are left.
+
+    >>> describe_plain([("step",), ("optim", "param_groups", "w", "lr")], "weights beside moments")
+    ["optim.param_groups (the optimizer's settings, such as lr)", 'step (plain data)']
+    """
+    if taking == "moments":  # told with the weights
+        return []
+    found = set()
+    for path in others:
+        above, group, _ = ".".join(path).partition(_SETTINGS)
+        told = taking == "weights beside moments" and group
+        found.add(f"{above}{group} (the optimizer's settings, such as lr)" if told else f"{path[0]} (plain data)")
+    return sorted(found)
 
 
 def find_dtype(saved: SavedTensor) -> Any:

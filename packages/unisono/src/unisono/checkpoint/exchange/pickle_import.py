@@ -28,6 +28,7 @@ from unisono.checkpoint.exchange.dcp_folder import METADATA, SUFFIX, Taking
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.checkpoint.exchange.model_names import ModelTensors
 from unisono.config.schema.verbs import Import
+from unisono.engines.state import ADAM_MOMENTS
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import atomic_file, atomic_folder, own_folder, remove_folder
@@ -53,12 +54,14 @@ class Imported:
         tensors: number of tensors.
         size: of the tensors in bytes.
         left_out: descriptions of other entries next to the tensors of a pickle.
+        moments: number of parameters whose moments were taken, too.
     """
 
     out: Path
     tensors: int
     size: int
     left_out: tuple[str, ...] = ()
+    moments: int = 0
 
 
 def import_weights(source: Path, words: Import) -> Imported:
@@ -82,6 +85,7 @@ def import_weights(source: Path, words: Import) -> Imported:
         if path is not None:
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
     left: list[str] = []
+    moments = 0
     try:
         with ExitStack() as stack:
             readable: Path = stack.enter_context(_as_safetensors(source, words, out.absolute().parent, left))
@@ -90,7 +94,9 @@ def import_weights(source: Path, words: Import) -> Imported:
                 raise CheckpointError(f"{source} holds no tensors")
             found = files if words.like is None else ModelTensors(files, words.like, source)
             if words.moments is not None:
-                _write_file(stack.enter_context(_moments(source, words, words.moments, left)), words.moments)
+                own = stack.enter_context(_moments(source, words, words.moments, left))
+                _write_file(own, words.moments)
+                moments = len(own.entries) // len(ADAM_MOMENTS)
             if out.suffix == ".safetensors":
                 _write_file(found, out)
             else:
@@ -101,7 +107,7 @@ def import_weights(source: Path, words: Import) -> Imported:
         ) from error
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror or error}; the partial output was removed") from error
-    return Imported(out, len(found.entries), sum(entry.size for entry in found.entries), tuple(left))
+    return Imported(out, len(found.entries), sum(entry.size for entry in found.entries), tuple(left), moments)
 
 
 def _write_file(found: Tensors, out: Path) -> None:

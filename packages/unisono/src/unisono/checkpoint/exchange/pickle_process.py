@@ -164,8 +164,7 @@ def extract_folder(
         return {"sentence": f"cannot be read as a folder of torch.distributed.checkpoint: {_first_line(error)}"}
     except MemoryError:
         return {"sentence": "cannot be read: it needs far more memory than a folder of its size should"}
-    plain = sorted({path[0] for path in others}) if taking != "moments" else []
-    return {"left": left + [f"{name} (plain data)" for name in plain]}
+    return {"left": left + dcp_folder.describe_plain(others, taking)}
 
 
 def _write(described: Mapping[str, tuple[Any, tuple[int, ...]]], read: Callable[[str], Any], descriptor: int) -> None:

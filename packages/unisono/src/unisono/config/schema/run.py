@@ -312,7 +312,7 @@ class RunConfig(Settings):
     task: Any = Field({})
     model: Any = Field({})
     data: Any = Field({})
-    adapter: Lora | None = None
+    adapter: Annotated[Lora | None, Only("torch", "a JAX task lists its fixed weights in `frozen`")] = None
     optim: Optimizer
     schedules: dict[str, Schedule] = Field({})
     ema: Ema = Ema()

@@ -118,15 +118,26 @@ class Loader:
         config: RunConfig,
         **more: Any,
     ) -> Loader:
-        """A loader with the settings of a run; see the class for the arguments."""
-        data = config.data
+        """A loader with the settings of a run, and no more workers than cores; see the class for the arguments."""
+        data, processes, cores = config.data, place.local_world_size, usable_cores()
         remote = is_remote_source(source) if data.storage == "auto" else data.storage == "remote"
-        return cls(
-            task, source, plan, split, place.rank, workers=data.workers, worker_kind=data.worker_kind,
+        workers = data.workers
+        if isinstance(workers, int) and not remote:  # else they wait, without a core
+            workers = min(workers, max(1, cores // processes))
+        loader = cls(
+            task, source, plan, split, place.rank, workers=workers, worker_kind=data.worker_kind,
             prefetch=data.prefetch, prefetch_mb=data.prefetch_mb, on_error=data.on_error,
-            timeout=config.launch.timeout, processes=place.local_world_size, remote=remote,
+            timeout=config.launch.timeout, processes=processes, remote=remote,
             **more,
         )  # fmt: skip
+        if workers != data.workers:
+            loader._messages.append(
+                f"data.workers={data.workers}: using {workers}, since the {processes} "
+                f"{'process' if processes == 1 else 'processes'} on this host share {cores} "
+                f"core{'s' * (cores != 1)}, and more workers would slow each other down; if they mostly wait for "
+                "storage, set data.storage=remote"
+            )
+        return loader
 
     def start(self) -> None:
         """Start the workers unless they are running. The first request does so, too."""
@@ -229,13 +240,6 @@ class Loader:
 
     @cached_property
     def _workers(self) -> workers.Workers:
-        waiting = self._remote and self._kind == "threads"  # for answers, without a core
-        if self._count * self._processes > usable_cores() and not waiting:
-            self._messages.append(
-                f"data.workers={self._count} with {self._processes} "
-                f"{'process' if self._processes == 1 else 'processes'} on this host is more than its {usable_cores()} "
-                "cores, which slows down loading and training; set fewer, or auto"
-            )
         kind = workers.ProcessWorkers if self._kind == "processes" else workers.ThreadWorkers
         return kind(self._maker, self._count, self._purpose)
 

@@ -14,7 +14,7 @@ from unisono.optim.groups import given_moments
 from unisono.runtime import secrets
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.console import say
-from unisono.runtime.errors import ConfigError, DataError, LostError
+from unisono.runtime.errors import DataError, LostError
 from unisono.task import Task
 
 if TYPE_CHECKING:
@@ -78,15 +78,10 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
 
 
 def _check_adapter(config: RunConfig) -> None:
-    if config.adapter is None:
-        return
-    if config.layout.engine == "jax":
-        raise ConfigError(
-            "adapter=lora is for layout.engine=torch only; a JAX task lists its fixed weights in `frozen`"
-        )
-    from unisono.engines.torch import lora
+    if config.adapter is not None:
+        from unisono.engines.torch import lora
 
-    lora.check_peft_installed(config.adapter)
+        lora.check_peft_installed(config.adapter)
 
 
 def check_moments(config: RunConfig) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.callback import RunInfo
@@ -11,18 +10,21 @@ from unisono.config.schema.run import RunConfig
 from unisono.config.schema.schedules import Plateau
 from unisono.training.callbacks.early_stopping import EarlyStopping
 
-log = logging.getLogger(__name__)
-
 
 class FallOnPlateau(EarlyStopping):
-    """Counts how often the metric has stopped improving; all ranks count the same, since evaluations are all ranks'."""
+    """Counts how often the metric has stopped improving; all ranks count the same, since evaluations are all ranks'.
+
+    Attributes:
+        say: shows a line on the console; the loop sets it.
+    """
 
     _key, title = "schedules.lr.metric", "schedules.lr=plateau"
 
     def __init__(self, config: Plateau) -> None:
         shared = {name: getattr(config, name) for name in self.Config.model_fields}
         super().__init__(self.Config(**shared))
-        self._factor, self._falls = config.factor, 0
+        self._factor, self._floor, self._falls = config.factor, config.floor, 0
+        self.say: Callable[[str], None] = lambda line: None
 
     @classmethod
     def from_config(cls, config: RunConfig) -> list[FallOnPlateau]:
@@ -41,8 +43,11 @@ class FallOnPlateau(EarlyStopping):
         """Compare with the best evaluation so far, and fall if there was none better for long enough."""
         if (why := super().on_evaluation(step, values)) is None:
             return
+        before, now = (max(self._floor, self._factor**falls) for falls in (self._falls, self._falls + 1))
         self._falls, self.waited = self._falls + 1, 0
-        log.info("step %d: the learning rate falls by %g: %s", step, self._factor, why.reason.partition(";")[0])
+        if now < before:
+            reason = why.reason.partition(";")[0]  # without what to do about it
+            self.say(f"step {step}: the learning rate falls to {now:.3g} of its peak: {reason}")
 
     def _least_change(self, best: float) -> float:
         return self.config.min_delta * abs(best)

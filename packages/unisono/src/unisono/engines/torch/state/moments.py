@@ -13,12 +13,12 @@ from torch import nn
 
 from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
+from unisono.engines.state import ADAM_MOMENTS
 from unisono.engines.torch.state import sharded_tensors
 from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import CheckpointError, ConfigError, format_examples, format_share
 from unisono.runtime.untrusted import safe_paths
 
-_ENTRIES = frozenset({"exp_avg", "exp_avg_sq", "step"})
 _REMEDY = "leave optim.moments out to begin with new moments"
 
 
@@ -74,7 +74,7 @@ class Moments:
             self._shapes = {
                 name: tuple(opened.get_slice(entries["exp_avg"]).get_shape())
                 for name, entries in found.items()
-                if entries.keys() == _ENTRIES
+                if entries.keys() == ADAM_MOMENTS
             }
         self.path, self.opened = path, opened
         self._entries = {name: found[name] for name in self._shapes}
