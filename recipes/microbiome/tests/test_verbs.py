@@ -370,12 +370,12 @@ def test_plots_and_a_table_of_taxa_are_written(run: Path, capsys: pytest.Capture
     effects = [abs(float(row["gradient"]) * float(row["samples"])) for row in rows]
     assert effects == sorted(effects, reverse=True)
     tracked = [path.read_bytes() for path in (run / "tensorboard").glob("events*")]
-    for name in (*(f"plots/{picture}" for picture in pictures), "residuals", "taxa"):
+    for name in (*(f"plots/{picture}" for picture in pictures), "residuals", "important taxa"):
         assert sum(name.encode() in content for content in tracked) == 1
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (shown,) = [event for event in lines if event.get("sample") == "residuals"]
     assert shown["columns"] == ["by", "value", "samples", "mean", "mean absolute"]
-    (shown,) = [event for event in lines if event.get("sample") == "taxa"]
+    (shown,) = [event for event in lines if event.get("sample") == "important taxa"]
     assert shown["columns"] == ["taxon", "taxonomy", "samples", "attention", "gradient"]
 
 

@@ -60,7 +60,9 @@ def look(
         drawn["target"] = _plot_target(predicted)
     taxa = _tabulate_taxa(predictor, predicted)
     written = [write_table(out / "taxa.tsv", taxa)]
-    tables["taxa"] = [dict(zip(taxa, row, strict=True)) for row in zip(*taxa.values(), strict=True)][:_MAX_TAXA]
+    tables["important taxa"] = [
+        {name: values[place] for name, values in taxa.items()} for place in range(min(_MAX_TAXA, len(taxa["taxon"])))
+    ]
     if (found := residuals.find_residuals(predicted, truth)) is not None:
         label, values = found
         drawn["residuals"] = residuals.plot_residuals(predicted, values, label)
