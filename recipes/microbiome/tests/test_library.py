@@ -353,6 +353,8 @@ def test_distances_that_lack_samples_are_told_or_left_out(tmp_path: Path) -> Non
     [
         ({"target": "ages"}, ConfigError, r"data\.target=ages: .*no such column, did you mean 'age'"),
         ({"group": "subjcet"}, ConfigError, r"data\.group=subjcet: .*did you mean 'subject'"),
+        ({"target": "sample_name"}, ConfigError, r"data\.target=sample_name is the column of the samples' ids"),
+        ({"covariates": ["sample_name"]}, ConfigError, r"data\.covariates=sample_name is the column of the sam"),
         ({"target": "age", "metadata_": None}, ConfigError, r"data\.target=age is a column .* set data\.metadata"),
         ({"group": "subject", "metadata": METADATA | {"subject": ["u"] * 8}}, DataError, "all 8 samples have subj"),
         ({"target": "state", "target_kind": "regression"}, DataError, r"8 of 8 values \('ill of s1'"),

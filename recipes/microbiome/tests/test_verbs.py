@@ -19,8 +19,9 @@ from recipes.microbiome.tests.made import TINY, data, task
 from unisono.cli import main
 from unisono.runtime.errors import ConfigError, DataError
 from unisono_microbiome.evaluation import attention, plots, predict_verb, residuals, scoring
-from unisono_microbiome.evaluation.predict import Predictions, Predictor, predict_samples, scores
+from unisono_microbiome.evaluation.predict import Predictions, Predictor, predict_samples, scores, write
 from unisono_microbiome.study.library import open_library
+from unisono_microbiome.study.metadata import join_metadata, read_metadata
 from unisono_microbiome.study.simulate import simulate_study
 
 
@@ -84,9 +85,9 @@ def test_predictions_are_a_table_of_held_out_samples(
     )
     library = open_library(data(folder / "cache"))
     held = [library.samples[number] for number in library.held_out().rows]
-    rows = read(out)
+    rows, name = read(out), "predicted share"
     assert [row["sample-id"] for row in rows] == held
-    assert all(float(row["share_low"]) < float(row["share"]) < float(row["share_high"]) for row in rows)
+    assert all(float(row[f"{name}_low"]) < float(row[name]) < float(row[f"{name}_high"]) for row in rows)
     beside = read(out.with_suffix(".distances.tsv"))
     table = np.array([[float(row[name]) for name in held] for row in beside])
     assert [row[""] for row in beside] == held
@@ -178,6 +179,16 @@ def test_samples_of_another_table_are_predicted(run: Path, folder: Path) -> None
     assert found.target is not None and whole.target is not None
     assert np.abs(found.target.mean - whole.target.mean[:4]).max() < 4 * whole.target.mean.std()
     assert "distance/mae" not in scores(found)  # nothing to have the true ones from
+
+
+def test_predictions_are_merged_with_the_metadata_that_they_are_of(run: Path, folder: Path) -> None:
+    """As QIIME 2 merges files of metadata: a column may be in one of them only."""
+    study = simulate_study(data(folder / "cache"))
+    assert study.metadata is not None
+    (table, *_) = write(predicted(run, rows="all", draws=1), folder / "merged.tsv")
+    both = join_metadata([read_metadata(path, "data.metadata") for path in (study.metadata, table)], "data.metadata")
+    assert len(both.ids) == 18
+    assert {"share", "predicted share", "predicted share_low"} <= both.columns.keys()
 
 
 def test_samples_whose_target_is_unknown_are_predicted_with_what_else_the_model_is_given(folder: Path) -> None:
@@ -315,6 +326,17 @@ def test_a_forest_sees_as_many_reads_of_each_sample_as_the_model(folder: Path) -
     assert (reads > 0).sum() < (whole > 0).sum()
 
 
+def test_a_forest_is_given_the_categories_by_which_targets_are_transformed(folder: Path) -> None:
+    """Or it would not know of a sample what the model's prediction is scaled by."""
+    alone = scoring.read_covariates(open_library(data(folder / "cache", target="share")))
+    given = scoring.read_covariates(open_library(data(folder / "cache", target="share", target_by="kind")))
+    both = open_library(data(folder / "cache", target="share", target_by="kind", covariates=["kind", "subject"]))
+    kinds = sorted(set(both.metadata["kind"]))
+    assert alone.shape == (18, 0)
+    assert given.tolist() == [[float(kind == one) for one in kinds] for kind in both.metadata["kind"]]
+    assert scoring.read_covariates(both).shape[1] == len(kinds) + len(set(np.array(both.groups)[both.training().rows]))
+
+
 def test_scores_are_their_definitions() -> None:
     true, made = np.array([1.0, 2.0, 4.0]), np.array([1.5, 2.0, 3.0])
     told = scoring.score_regression("x", made, true, 2.0)
@@ -348,11 +370,13 @@ def test_plots_and_a_table_of_taxa_are_written(run: Path, capsys: pytest.Capture
     effects = [abs(float(row["gradient"]) * float(row["samples"])) for row in rows]
     assert effects == sorted(effects, reverse=True)
     tracked = [path.read_bytes() for path in (run / "tensorboard").glob("events*")]
-    for name in (*(f"plots/{picture}" for picture in pictures), "residuals"):
+    for name in (*(f"plots/{picture}" for picture in pictures), "residuals", "important taxa"):
         assert sum(name.encode() in content for content in tracked) == 1
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (shown,) = [event for event in lines if event.get("sample") == "residuals"]
     assert shown["columns"] == ["by", "value", "samples", "mean", "mean absolute"]
+    (shown,) = [event for event in lines if event.get("sample") == "important taxa"]
+    assert shown["columns"] == ["taxon", "taxonomy", "samples", "attention", "gradient"]
 
 
 def test_residuals_by_group_and_quarters_add_up_to_those_of_all_samples(run: Path) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NotRequired
+from dataclasses import asdict
+from typing import TYPE_CHECKING, NotRequired, cast
 
 from typing_extensions import TypedDict
+
+from unisono_microbiome.learnt import LearntValues
+
+if TYPE_CHECKING:
+    from unisono_microbiome.model import ModelShape
 
 FILE = "microbiome.json"
 
@@ -57,3 +63,29 @@ class Assets(TypedDict):
     target: Target | None
     covariates: NotRequired[list[CovariateRecord]]
     distance_scale: NotRequired[float]
+
+
+def collect_assets(learnt: LearntValues, shape: ModelShape) -> Assets:
+    """What a reader of a run needs besides its weights: sizes, transforms and classes, and the taxa of the training."""
+    library, scaling = learnt.library, learnt.target_scaling
+    fitted = {name: asdict(transform) for name, (_, transform) in learnt.diversities.items()}
+    assets = {
+        "shape": asdict(shape),
+        "taxa": library.taxa,
+        "training": library.training().fingerprint,
+        "faith_pd": fitted.get("faith_pd"),
+        "shannon": fitted.get("shannon"),
+        "target": None,
+        "covariates": [asdict(one) for one in learnt.covariates],
+        "distance_scale": learnt.distance_scale,
+    }
+    if "target" in learnt.losses and library.target is not None:
+        categories = {} if scaling is None else {name: asdict(one) for name, one in scaling.categories.items()}
+        assets["target"] = {
+            "column": library.target.name,
+            "classes": library.target.classes,
+            "transform": None if scaling is None else asdict(scaling.overall),
+            "categories": categories,
+            "by": library.config.target_by,
+        }
+    return cast(Assets, assets)

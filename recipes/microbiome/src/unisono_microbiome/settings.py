@@ -15,7 +15,7 @@ Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 PairMetric = Literal[
     "unweighted_unifrac", "weighted_unifrac", "weighted_normalized_unifrac", "bray_curtis", "jaccard", "aitchison"
 ]  # fmt: skip
-Metric = PairMetric | Literal["faith_pd"]
+Metric = Literal[PairMetric, "faith_pd"]
 DIVERSITIES = ("faith_pd", "shannon")
 """Losses of numbers that follow from a sample's reads alone."""
 Keep = Literal["abundance", "first", "random"]

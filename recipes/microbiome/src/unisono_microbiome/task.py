@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +29,7 @@ from unisono import (
     summarise_moments,
 )
 from unisono_microbiome import nucleotides, rarefy, settings
-from unisono_microbiome.assets import FILE, Assets
+from unisono_microbiome.assets import FILE, Assets, collect_assets
 from unisono_microbiome.learnt import LearntValues
 from unisono_microbiome.samples import DrawnSample, TaxaAndReads, collate_masks, collate_taxa
 from unisono_microbiome.settings import DIVERSITIES
@@ -335,27 +334,6 @@ class Microbiome(Task):
 
     def save_assets(self, directory: Path) -> None:
         """What a reader needs besides the weights: sizes, transforms and classes, and the taxa of the training."""
-        target, scaling = self.library.target, self.learnt.target_scaling
-        fitted = {name: asdict(transform) for name, (_, transform) in self.learnt.diversities.items()}
-        assets: dict[str, Any] = {
-            "shape": asdict(self.shape),
-            "taxa": self.library.taxa,
-            "training": self.library.training().fingerprint,
-            "faith_pd": fitted.get("faith_pd"),
-            "shannon": fitted.get("shannon"),
-            "target": None,
-            "covariates": [asdict(one) for one in self.learnt.covariates],
-            "distance_scale": self.learnt.distance_scale,
-        }
-        if "target" in self._weights and target is not None:
-            categories = {} if scaling is None else {name: asdict(one) for name, one in scaling.categories.items()}
-            assets["target"] = {
-                "column": target.name,
-                "classes": target.classes,
-                "transform": None if scaling is None else asdict(scaling.overall),
-                "categories": categories,
-                "by": self.data_config.target_by,
-            }
         if (directory / FILE).is_file() and self.data_config.metric == "weighted_unifrac":  # once without a scale
             begun: Assets = read_asset(directory, FILE, Assets)
             if begun.get("distance_scale", 1.0) == 1.0 != self.learnt.distance_scale:
@@ -364,7 +342,7 @@ class Microbiome(Task):
                     "are now learnt over a scale, since many exceed 1. It still predicts; to train further, start a "
                     "new run"
                 )
-        (directory / FILE).write_text(json.dumps(assets), encoding="utf-8")
+        (directory / FILE).write_text(json.dumps(collect_assets(self.learnt, self.shape)), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
         """The sizes of the run's model, which has all its weights, its classes, and the columns that it is given."""

@@ -63,12 +63,12 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
     rows = read(out / "predictions.tsv")
     assert len({row["sample-id"] for row in rows}) == len(rows) == 18
     for fold in ("fold-0", "fold-1"):
-        trained_on = {row["group"] for row in rows if row["fold"] != fold}
-        assert trained_on.isdisjoint(row["group"] for row in rows if row["fold"] == fold)
+        trained_on = {row["held-out group"] for row in rows if row["fold"] != fold}
+        assert trained_on.isdisjoint(row["held-out group"] for row in rows if row["fold"] == fold)
     folds = read(out / "folds.tsv")
     assert [row["fold"] for row in folds] == ["0", "1", "mean", "sd", "all samples at once"]
     assert {"target/mae", "target/r2", "forest/mae", "number of reads/mae"} <= folds[0].keys()
-    errors = np.array([abs(float(row["true share"]) - float(row["share"])) for row in rows])
+    errors = np.array([abs(float(row["true share"]) - float(row["predicted share"])) for row in rows])
     assert float(folds[-1]["target/mae"]) == pytest.approx(errors.mean(), abs=1e-4)
 
     # Folds that are finished are not trained again.
@@ -91,13 +91,14 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
     assert "intervals of share: 86% of unseen groups, by the errors in the folds" in capsys.readouterr().out
     width = json.loads((out / "crossvalidation.json").read_text())["half_width"]
     together = read(tmp_path / "e.tsv")
-    assert all(float(row["share_high"]) - float(row["share"]) == pytest.approx(width, abs=1e-5) for row in together)
+    name = "predicted share"
+    assert all(float(row[f"{name}_high"]) - float(row[name]) == pytest.approx(width, abs=1e-5) for row in together)
     alone = []
     for fold in ("fold-0", "fold-1"):
         one = ["predict", str(out / fold), "rows=all", "draws=1", f"out={tmp_path / 'o.tsv'}", "baseline=false"]
         assert main.main([*one, *changes]) == 0
-        alone.append([float(row["share"]) for row in read(tmp_path / "o.tsv")])
-    assert np.allclose(np.mean(alone, axis=0), [float(row["share"]) for row in together], atol=1e-5)
+        alone.append([float(row[name]) for row in read(tmp_path / "o.tsv")])
+    assert np.allclose(np.mean(alone, axis=0), [float(row[name]) for row in together], atol=1e-5)
     assert alone[0] != alone[1]
     capsys.readouterr()
     assert main.main(ensemble) != 0
@@ -238,7 +239,7 @@ def test_a_target_replaces_no_other_column(name: str, tmp_path: Path) -> None:
     assert library.target is not None
     library = replace(library, target=replace(library.target, name=name))
     rows = read(write_predictions(tmp_path / "p.tsv", library, pooled))
-    assert {row["group"] for row in rows} == set(library.groups)
+    assert {row["held-out group"] for row in rows} == set(library.groups)
     assert {row["fold"] for row in rows} == {"fold-0", "fold-1"}
     assert float(rows[0][f"predicted {name}"]) == pytest.approx(float(rows[0][f"true {name}"]) + 0.1)
     assert f"predicted {name}_low" in rows[0]
@@ -250,5 +251,5 @@ def test_a_target_that_is_called_as_a_diversity_has_a_column_of_its_own(tmp_path
     shannon = np.arange(len(one.numbers), dtype=float)
     named = replace(one, target=replace(one.target, column="shannon"), diversities={"shannon": (shannon, 0 * shannon)})
     rows = read(write(named, tmp_path / "p.tsv")[0])
-    assert [float(row["shannon"]) for row in rows] == shannon.tolist()
-    assert [float(row["predicted shannon"]) for row in rows] == pytest.approx(one.target.mean.tolist(), rel=1e-5)
+    assert [float(row["predicted shannon"]) for row in rows] == shannon.tolist()
+    assert [float(row["predicted target shannon"]) for row in rows] == pytest.approx(one.target.mean.tolist(), rel=1e-5)

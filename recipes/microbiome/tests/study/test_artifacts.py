@@ -108,6 +108,7 @@ def test_alpha_diversity_is_metadata(tmp_path: Path) -> None:
             "FeatureTable[RelativeFrequency]",
             r"of type FeatureTable\[RelativeFrequency\], but this setting needs Fea",
         ),
+        ({}, "Phylogeny[Rooted]", r"of type Phylogeny\[Rooted\], but this setting needs FeatureTable\[Frequency\]"),
         ({}, "Visualization", r"of type Visualization.*open it with `qiime tools view`"),
         ({"VERSION": "whatever"}, TABLE, "its VERSION does not begin with 'QIIME 2'"),
         ({"VERSION": "QIIME 2" + "\n" * 70000}, TABLE, "has a huge VERSION"),
@@ -123,6 +124,27 @@ def test_what_is_no_artifact_of_that_type_is_refused(
     path = forge(tmp_path / "a.qza", members, kind)
     with pytest.raises(UnisonoError, match=told):
         open_library(study(tmp_path / "s", table=path))
+
+
+def test_a_visualization_is_told_as_that(tmp_path: Path) -> None:
+    path = forge(tmp_path / "summary.qzv", {"data/index.html": "x"}, "Visualization")
+    with pytest.raises(DataError, match=r"summary\.qzv \(data\.table\) is .* Visualization.* with `qiime tools view`"):
+        open_library(study(tmp_path / "s", table=path))
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [("table", "feature-table.biom"), ("tree", "tree.nwk"), ("metadata", "metadata.tsv")]
+)
+def test_a_folder_that_qiime_exports_is_told_with_the_file_to_name(tmp_path: Path, key: str, name: str) -> None:
+    """`qiime tools export` makes a folder, and it was said not to exist."""
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    config = study(tmp_path / "s").model_copy(update={key: folder})
+    with pytest.raises(DataError, match=rf"exported \(data\.{key}\) is a folder: name a file in it"):
+        open_library(config).check()
+    (folder / name).write_text("x")
+    with pytest.raises(DataError, match=rf"\(data\.{key}\) is a folder: name .*exported/{name}"):
+        open_library(config).check()
 
 
 def test_a_link_in_an_artifact_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ def test_comments_directives_byte_order_marks_and_short_lines_are_as_qiime_has_t
             'id\tage\ns1\t"3\ns2\t4\n',
             "cannot be read as a table: unexpected end of data; is a quotation mark left open",
         ),
+        (
+            "#sample\tage\ns1\t3\n",
+            r"line 1, which begins with '#', is a comment.*call .* 'sample', or #sam",
+        ),
         ("id\tage\ns1 \t3\n", r"column 'id': white space around 1 of 1 values \('s1 '\)"),
         ("id\tage\ns1\t 3\n", r"column 'age': white space around 1 of 1 values \(' 3'\)"),
     ],

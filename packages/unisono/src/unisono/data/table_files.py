@@ -65,6 +65,8 @@ def read_table(
         raise DataError(f"{path} ({key}) cannot be read as a table: {error}; is a quotation mark left open?") from error
     if comment is not None:
         head = next((line for line in lines if line[1][0].strip().lower() in headers), None)
+        if head is None:
+            _refuse_commented_header(path, key, lines, comment, headers)
         kept = [line for line in lines if line is head or line[1][0].strip().startswith(tuple(directives))]
         lines = [line for line in lines if line in kept or not line[1][0].startswith(comment)]
     if not lines:
@@ -84,6 +86,21 @@ def read_table(
         for name, value in zip(header, padded, strict=True):
             columns[name].append(value.strip() if strip else value)
     return columns
+
+
+def _refuse_commented_header(
+    path: Path, key: str, lines: list[tuple[int, list[str]]], comment: str, headers: Collection[str]
+) -> None:
+    """Refuse a comment that must be the header, since it has as many columns as the first row below it."""
+    first = next((place for place, (_, line) in enumerate(lines) if not line[0].startswith(comment)), 0)
+    if not first or not 1 < len(lines[first - 1][1]) == len(lines[first][1]):
+        return
+    number, line = lines[first - 1]
+    known = f", or {' or '.join(headers)}" if headers else ""
+    raise DataError(
+        f"{path} ({key}), line {number}, which begins with '{comment}', is a comment, but seems to name the columns; "
+        f"call the first column '{line[0].lstrip(comment).strip() or 'id'}'{known}"
+    )
 
 
 def write_table(path: Path, columns: Mapping[str, Any], *, escape: bool = True) -> Path:

@@ -25,7 +25,7 @@ from unisono_microbiome.evaluation.predict import (
     Predictions,
     Predictor,
     Rows,
-    name_column,
+    name_predicted,
     predict_samples,
     scores,
 )  # fmt: skip
@@ -233,10 +233,10 @@ def write_predictions(path: Path, library: Library, pooled: Mapping[str, Any]) -
     assert target is not None
     columns: dict[str, Any] = {
         "sample-id": [library.samples[number] for number in pooled["sample"]],
-        "group": pooled["group"].tolist(),
+        "held-out group": pooled["group"].tolist(),
         "fold": [f"fold-{number}" for number in pooled["fold"]],
     }
-    name = name_column(target.name, columns)
+    name = name_predicted(target.name)
     if target.classes is None:
         made, width = pooled["predicted"], pooled["half_width"]
         columns |= {f"true {target.name}": pooled["true"], name: made}

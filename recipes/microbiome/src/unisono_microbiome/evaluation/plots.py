@@ -19,6 +19,7 @@ from unisono_microbiome.model import Body, Network
 
 Array = NDArray[np.float64]
 _MAX_LEGEND = 20  # groups in a legend
+_MAX_TAXA = 30  # in a report, of the whole table
 
 
 def look(
@@ -57,7 +58,11 @@ def look(
         drawn["ordination"] = _plot_ordination(predicted, truth)
     if predicted.target is not None and predicted.library.target is not None:
         drawn["target"] = _plot_target(predicted)
-    written = [_write_taxa(out / "taxa.tsv", predictor, predicted)]
+    taxa = _tabulate_taxa(predictor, predicted)
+    written = [write_table(out / "taxa.tsv", taxa)]
+    tables["important taxa"] = [
+        {name: values[place] for name, values in taxa.items()} for place in range(min(_MAX_TAXA, len(taxa["taxon"])))
+    ]
     if (found := residuals.find_residuals(predicted, truth)) is not None:
         label, values = found
         drawn["residuals"] = residuals.plot_residuals(predicted, values, label)
@@ -139,14 +144,15 @@ def _attributed_output(model: Network, embedding: Tensor, batch: dict[str, Tenso
     return made.gather(1, made.argmax(1, keepdim=True)).sum()
 
 
-def _write_taxa(path: Path, predictor: Predictor, predicted: Predictions) -> Path:
+def _tabulate_taxa(predictor: Predictor, predicted: Predictions) -> dict[str, list[Any]]:
+    """Columns: the taxa that the samples have, those first that change the most in all samples together."""
     library = predicted.library
     found = importance(predictor, predicted.numbers)
     order = np.argsort(-np.nan_to_num(np.abs(found["gradient"]) * found["samples"]), kind="stable")
     order = order[found["samples"][order] > 0]
     lineages = [""] * len(library.taxa) if library.taxonomy is None else library.taxonomy
     columns = {"taxon": [library.taxa[n] for n in order], "taxonomy": [lineages[n] for n in order]}
-    return write_table(path, {**columns, **{name: values[order] for name, values in found.items()}})
+    return columns | {name: values[order].tolist() for name, values in found.items()}
 
 
 def _square() -> tuple[Any, Any]:

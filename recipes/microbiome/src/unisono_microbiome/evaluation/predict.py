@@ -215,14 +215,15 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
     columns: dict[str, Any] = {"sample-id": names}
     if (target := predicted.target) is not None:
         ends = (("", target.mean), ("_low", target.low), ("_high", target.high))
-        name = name_column(target.column, [*columns, *predicted.diversities])
+        name = name_predicted(target.column, taken=predicted.diversities)
         if target.classes is None:
             columns |= {f"{name}{end}": list(values) for end, values in ends}
         else:
             columns[name] = [target.classes[number] for number in target.mean.argmax(1)]
             for number, label in enumerate(target.classes):
                 columns |= {f"p({label}){end}": list(values[:, number]) for end, values in ends}
-    for name, (mean, sd) in predicted.diversities.items():
+    for diversity, (mean, sd) in predicted.diversities.items():
+        name = name_predicted(diversity)
         columns |= {name: mean, f"{name}_low": mean - 1.96 * sd, f"{name}_high": mean + 1.96 * sd}
     written = [artifacts.write_metadata(path, columns)]
     if predicted.distances is not None:
@@ -231,9 +232,14 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
     return written
 
 
-def name_column(target: str, others: Collection[str]) -> str:
-    """What the column of a predicted target is called in a table with other columns, none of which it replaces."""
-    return f"predicted {target}" if target in others or target.lower() in artifacts.IDS else target
+def name_predicted(name: str, taken: Collection[str] = ()) -> str:
+    """What a column of predictions is called: not as the true values are, or QIIME 2 would not merge the two files.
+
+    Args:
+        name: of what is predicted.
+        taken: names of what else is predicted; a target that is called as one of these is marked as the target.
+    """
+    return f"predicted target {name}" if name in taken else f"predicted {name}"
 
 
 def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:

@@ -9,7 +9,7 @@ import psutil
 from numpy.typing import NDArray
 
 from unisono_microbiome.study.library import Library
-from unisono_microbiome.targets import encode_covariates, fit_covariates
+from unisono_microbiome.targets import Covariate, encode_covariates, fit_covariates
 
 Array = NDArray[np.float64]
 _DENSE_BYTES = 3 * 8  # of a value of the dense table: reads, shares, and what the forests copy
@@ -63,8 +63,16 @@ def read_shares(library: Library) -> Array:
 
 
 def read_covariates(library: Library) -> Array:
-    """Covariates as the model is given them, (samples, numbers); no columns without any."""
-    return encode_covariates(fit_covariates(library), library.metadata, len(library))
+    """What the model is given of samples besides their reads, (samples, numbers); no columns without any.
+
+    These are the covariates, and the categories by which targets are transformed.
+    """
+    known, by, training = fit_covariates(library), library.config.target_by, library.training().rows
+    if by is not None and by not in library.config.covariates:
+        values = library.metadata[by]
+        if len({values[number] for number in training}) > 1:
+            known.append(Covariate.fit(by, values, training, "categorical"))
+    return encode_covariates(known, library.metadata, len(library))
 
 
 def read_depths(library: Library) -> Array:

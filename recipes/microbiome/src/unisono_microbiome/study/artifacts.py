@@ -38,9 +38,7 @@ DATA: Mapping[str, Mapping[str, str]] = {
 }
 """The types of artifacts that each setting can name, and the file in them that is read."""
 
-IDS = frozenset({"id", "sampleid", "sample id", "sample-id", "featureid", "feature id", "feature-id", "sample_name"})
-"""Names that QIIME 2 keeps for the column of the ids, in lower case."""
-
+_VISUALIZATION = ".qzv"  # an archive of the same layout, which no setting can name
 _ARCHIVE = "5"  # version of the archive's layout that is written: all releases since 2018.11 read it
 _FRAMEWORK = "2018.11.0"  # the release that introduced it, as which it is written
 _SMALL = 1 << 16  # bytes of VERSION and metadata.yaml
@@ -49,6 +47,22 @@ _SMALL = 1 << 16  # bytes of VERSION and metadata.yaml
 def is_artifact(path: Path) -> bool:
     """Whether a file's name says that it is an artifact."""
     return path.suffix.lower() == SUFFIX
+
+
+def check_file(path: Path, key: str, what: str) -> None:
+    """Refuse what is not a file, such as the folder that `qiime tools export` makes.
+
+    Args:
+        path: that the setting names.
+        key: the setting, one of `DATA`.
+        what: it should name, in words.
+    """
+    if path.is_dir():
+        inside = next((name for name in DATA[key].values() if (path / name).is_file()), None)
+        named = "a file in it" if inside is None else f"{path / inside}"
+        raise DataError(f"{path} ({key}) is a folder: name {named}")
+    if not path.is_file():
+        raise DataError(f"{path} ({key}) does not exist; give {what}")
 
 
 @contextmanager
@@ -63,12 +77,10 @@ def open_data(path: Path, key: str) -> Iterator[Path]:
         DataError: for an archive that is not an artifact, or one of another type; errors that are raised while it is
             open, too, name the artifact instead of the temporary file.
     """
-    if not is_artifact(path):
+    if path.suffix.lower() not in (SUFFIX, _VISUALIZATION):
         yield path
         return
     shown = f"{path} ({key})"
-    if not path.is_file():
-        raise DataError(f"{shown} does not exist; give a QIIME 2 artifact, or the file that is inside of one")
     with tempfile.TemporaryDirectory(prefix="unisono-qza-") as folder:
         with wrap_native_errors(f"{shown} is not a readable QIIME 2 artifact"):
             found = _extract(path, shown, DATA[key], Path(folder))

@@ -167,8 +167,11 @@ def _read_metadata(config: Study) -> Metadata | None:
     used = [name for _, _, name in reversed(columns)]
     read = [metadata_.read_metadata(path, "data.metadata", config.id_column, strip, used) for path in paths]
     found = metadata_.join_metadata(read, "data.metadata", config.id_column)
+    ids = config.id_column or next(iter(found.columns))
     for _, key, name in reversed(columns):
         found.column(name, key)
+        if name == ids and key != "data.group":
+            raise ConfigError(f"{key}={name} is the column of the samples' ids, from which nothing can be learnt")
     return found
 
 

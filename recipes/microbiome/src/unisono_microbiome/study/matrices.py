@@ -78,8 +78,7 @@ class Matrix:
 
     @cached_property
     def _read(self) -> tuple[list[str] | None, NDArray[np.float64]]:
-        if not self.path.is_file():
-            raise DataError(f"{self} does not exist; give a distance matrix")
+        artifacts.check_file(self.path, "data.distances", "a distance matrix")
         readers: dict[str, Callable[[], IdsAndDistances]] = {
             ".npy": self._npy,
             ".npz": self._npz, ".h5": self._h5, ".hdf5": self._h5, ".tsv": self._tsv, ".txt": self._tsv,

@@ -107,6 +107,7 @@ def read_metadata(
         strip: white space around names and values is taken away; else it is refused in names, ids and `used`.
         used: columns whose values matter.
     """
+    artifacts.check_file(path, key, "a table of tab-separated values, a .csv or a .qza")
     with artifacts.open_data(path, key) as inner:
         columns = read_table(
             inner, key=key, comment="#", headers=_HEADERS, directives=[_DIRECTIVE], strip=strip,

@@ -17,8 +17,7 @@ UNASSIGNED = "Unassigned"
 
 def read_fasta(path: Path) -> dict[str, str]:
     """The sequences of a FASTA file by their ids, which are the first words of the headers and may not occur twice."""
-    if not path.is_file():
-        raise DataError(f"{path} (data.fasta) does not exist; give the sequences of the taxa as FASTA")
+    artifacts.check_file(path, "data.fasta", "the sequences of the taxa as FASTA, or a .qza")
     with artifacts.open_data(path, "data.fasta") as inner:
         return _parse_fasta(inner)
 

@@ -66,8 +66,7 @@ def read_table(path: Path) -> CountTable:
     Raises:
         DataError: for a file that is none, ids that occur twice, and what is no count.
     """
-    if not path.is_file():
-        raise DataError(f"{path} (data.table) does not exist; give a BIOM table, HDF5 or JSON")
+    artifacts.check_file(path, "data.table", "a BIOM table, HDF5 or JSON, or a .qza")
     with artifacts.open_data(path, "data.table") as inner:
         return _read_biom(inner)
 

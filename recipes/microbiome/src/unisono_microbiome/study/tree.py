@@ -35,13 +35,13 @@ class Tree:
     @cached_property
     def digest(self) -> str:
         """What the file holds, in hex."""
-        self._refuse_missing()
+        self._check_file()
         return file_hash(self.path)
 
     @cached_property
     def root(self) -> Any:
         """The tree, a `skbio.TreeNode`; one without root, branch lengths or unique tips is refused."""
-        self._refuse_missing()
+        self._check_file()
         nodes = import_extra("skbio", "microbiome", "data.tree").TreeNode
         with (
             wrap_native_errors(f"{self.path} (data.tree) is not a tree in Newick format"),
@@ -55,9 +55,8 @@ class Tree:
         self._refuse(root)
         return root
 
-    def _refuse_missing(self) -> None:
-        if not self.path.is_file():
-            raise DataError(f"{self.path} (data.tree) does not exist; give a tree in Newick format")
+    def _check_file(self) -> None:
+        artifacts.check_file(self.path, "data.tree", "a tree in Newick format, or a .qza")
 
     def find_missing(self, taxa: Sequence[str]) -> list[str]:
         """The taxa that are not among the tips."""
