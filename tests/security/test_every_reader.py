@@ -51,6 +51,8 @@ TOLD = {  # single functions
     "unisono_sweeps.axes._key_lines": "the user's sweep, a Python file that runs",
     "unisono_sweeps.report.page.render": "files in the package",
     "unisono_microbiome.study.table._read_hdf5": "the open file that its argument is",
+    "runtime.untrusted.archives.open_archive": "the open file that its argument is",
+    "runtime.untrusted.archives.load_arrays": "the open file that its argument is",
     "unisono_microbiome.study.artifacts.write_artifact": "the archive that it writes",
 }  # fmt: skip
 

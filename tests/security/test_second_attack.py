@@ -16,7 +16,7 @@ from unisono.data import ledger
 from unisono.observe import events
 from unisono.runtime.display.text_table import format_table
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted import archives, safe_paths
 from unisono_sweeps import search, study
 
 
@@ -54,7 +54,7 @@ def test_an_archive_that_unpacks_to_gigabytes_is_refused_unread(tmp_path: Path) 
     path = tmp_path / "a.npz"
     np.savez(path, a=np.arange(3), b=np.ones((2, 2)))
     with safe_paths.open_regular(path) as file:
-        assert {name: array.shape for name, array in safe_paths.load_arrays(file).items()} == {"a": (3,), "b": (2, 2)}
+        assert {name: array.shape for name, array in archives.load_arrays(file).items()} == {"a": (3,), "b": (2, 2)}
     with (
         zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
         archive.open("a.npy", "w", force_zip64=True) as file,
@@ -66,7 +66,7 @@ def test_an_archive_that_unpacks_to_gigabytes_is_refused_unread(tmp_path: Path) 
         safe_paths.open_regular(path) as file,
         pytest.raises(DataError, match=r"unpacks to 1\.2 GB, more than 200 times"),
     ):
-        safe_paths.load_arrays(file)
+        archives.load_arrays(file)
 
 
 @pytest.mark.parametrize("journal", [b"garbage\n", b'{"op_code": 0}\n', b'[1]\n{"op_code": 99}\n', b"link"])

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from unisono.runtime.display.work_progress import show_progress
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
     from unisono.runtime.files import atomic_file, cache_entry, make_private, pickle_hint, write_whole
-    from unisono.runtime.untrusted import safe_paths, safe_writing
+    from unisono.runtime.untrusted import archives, safe_paths, safe_writing
     from unisono.runtime.untrusted.bounded_call import call_bounded
     from unisono.runtime.untrusted.hdf5 import check_hdf5
     from unisono.supervise.processes import die_with_process
 
 _HOME = {
     "PromoteToDouble": "engines.torch.numerics.precision",
+    "archives": "runtime.untrusted",
     "atomic_file": "runtime.files",
     "cache_entry": "runtime.files",
     "call_bounded": "runtime.untrusted.bounded_call",
@@ -50,10 +51,11 @@ _HOME = {
     "wrap_native_errors": "runtime.code.native_errors",
     "write_whole": "runtime.files",
 }
-_MODULES = ["hf_config", "safe_paths", "safe_writing"]  # names that are modules themselves
+_MODULES = ["archives", "hf_config", "safe_paths", "safe_writing"]  # names that are modules themselves
 
 __all__ = [
     "PromoteToDouble",
+    "archives",
     "atomic_file",
     "cache_entry",
     "call_bounded",

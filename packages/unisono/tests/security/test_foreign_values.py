@@ -17,7 +17,7 @@ import pytest
 
 from unisono import DataError
 from unisono.data.sources import open_source
-from unisono.runtime.untrusted import safe_paths, shapes
+from unisono.runtime.untrusted import archives, safe_paths, shapes
 
 
 def rows_of(path: Path, content: bytes | str, **options: Any) -> list[dict[str, Any]]:
@@ -241,4 +241,4 @@ def test_an_archive_with_two_files_of_one_name_is_refused(tmp_path: Path, names:
             np.save(content, np.full(3, number))
             archive.writestr(name, content.getvalue())
     with safe_paths.open_regular(tmp_path / "a.npz") as file, pytest.raises(ValueError, match="it has two"):
-        safe_paths.load_arrays(file)
+        archives.load_arrays(file)

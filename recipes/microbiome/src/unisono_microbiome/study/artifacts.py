@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import DataError, UnisonoError, write_table
-from unisono.recipe_tools import atomic_file, format_examples, safe_paths, wrap_native_errors
+from unisono.recipe_tools import archives, atomic_file, format_examples, safe_paths, wrap_native_errors
 
 SUFFIX = ".qza"
 DATA: Mapping[str, Mapping[str, str]] = {
@@ -92,7 +92,7 @@ def open_data(path: Path, key: str) -> Iterator[Path]:
 
 def _extract(path: Path, shown: str, wanted: Mapping[str, str], folder: Path) -> Path:
     """Copy the file of data of an artifact of one of these types into a folder."""
-    with safe_paths.open_regular(path) as opened, safe_paths.open_archive(opened) as archive:
+    with safe_paths.open_regular(path) as opened, archives.open_archive(opened) as archive:
         members = {}
         for member in archive.infolist():
             safe_paths.components(path, member.filename)

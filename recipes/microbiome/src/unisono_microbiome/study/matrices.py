@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, file_hash
 from unisono.recipe_tools import (
+    archives,
     check_hdf5,
     find_duplicates,
     format_examples,
@@ -101,7 +102,7 @@ class Matrix:
 
     def _npz(self) -> IdsAndDistances:
         with safe_paths.open_regular(self.path) as file:
-            arrays = safe_paths.load_arrays(file)
+            arrays = archives.load_arrays(file)
             ids = next((arrays[name] for name in _ID_NAMES if name in arrays), None)
             name = self._select_array({name: arrays[name].ndim for name in arrays if name not in _ID_NAMES})
             return _strings(ids), arrays[name]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from unisono import DataError, prepare, read_asset
-from unisono.recipe_tools import atomic_file, safe_paths, wrap_native_errors, write_whole
+from unisono.recipe_tools import archives, atomic_file, safe_paths, wrap_native_errors, write_whole
 from unisono_puzzles.data.arrays import Numbers, StoredPuzzle
 from unisono_puzzles.data.formats import Format, FormatJson, Tokens, format_from_json, format_to_json
 
@@ -121,7 +121,7 @@ class PreparedPuzzles:
             wrap_native_errors(f"{folder / _NUMBERS} cannot be read", advice="prepare the folder again"),
             safe_paths.open_inside(folder, _NUMBERS) as file,
         ):
-            numbers = safe_paths.load_arrays(file)
+            numbers = archives.load_arrays(file)
             self._first: Numbers = numbers["first"]
             self._identifiers: NDArray[np.int32] = numbers["identifiers"]
             self.ratings: NDArray[np.float32] = numbers["ratings"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ class File:
         """Raise if a local file has changed since it was found."""
         if is_remote(self.path):
             return
-        status = Path(self.path).stat()
+        status = os.stat(self.path)  # noqa: PTH116 - each block asks, and a path takes twice as long
         if status.st_size != self.size or str(status.st_mtime_ns) != self.stamp:
             raise self.changed_error(self.now())
 

@@ -18,18 +18,14 @@ from contextlib import ExitStack, suppress
 from io import BufferedReader, FileIO, TextIOWrapper
 from itertools import takewhile
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.runtime.errors import DataError, UnisonoError, find_duplicates, format_examples
 from unisono.runtime.text import one_line
 
-if TYPE_CHECKING:
-    from zipfile import ZipFile
-
 TEXT = 64 << 20  # default limit for text and JSON files, in bytes
 WHOLE = 2 << 30  # default limit for other files that are read whole, in bytes
 LINE = 256 << 20  # limit for a line of text, in characters
-_ARCHIVE_FREE, _ARCHIVE_RATIO = 1 << 30, 200  # bytes that an archive may always have, and per byte of the file
 WILDCARDS = "*?["  # of a glob
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
@@ -164,47 +160,6 @@ def load_array(folder: Path | str, name: object, *, mapped: bool = False, follow
     # Workers map it again by its file's own name.
     vars(found)["filename"] = str(Path(folder, str(name)).resolve())
     return found
-
-
-def open_archive(file: BufferedReader) -> ZipFile:
-    """Open a zip archive, as .npz and .qza are, unless its members unpack to far more than it has bytes.
-
-    `zipfile` reads no more of a member than its entry says, so what they say together is a bound.
-
-    Raises:
-        DataError: If they are too large.
-        ValueError: If two have the same name.
-        BadZipFile: If it is no archive.
-    """
-    from zipfile import ZipFile
-
-    archive, size = ZipFile(file), os.fstat(file.fileno()).st_size
-    if doubles := find_duplicates([member.filename for member in archive.infolist()]):
-        raise ValueError(f"it has two files {format_examples(doubles)}, of which readers take either; write it again")
-    unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > max(_ARCHIVE_FREE, _ARCHIVE_RATIO * size):
-        raise DataError(
-            f"it unpacks to {unpacked / 1e9:.1f} GB, more than {_ARCHIVE_RATIO} times its {size} bytes and than "
-            f"{_ARCHIVE_FREE >> 30} GiB. It was not read; if it is intended, unpack it yourself"
-        )
-    return archive
-
-
-def load_arrays(file: BufferedReader) -> dict[str, Any]:
-    """Read the arrays of an open file of NumPy's format .npz, within the limits of `open_archive`.
-
-    Raises:
-        ValueError: If it is no such file, or holds Python objects.
-        DataError: As for `open_archive`.
-    """
-    import numpy as np
-
-    names = [name.removesuffix(".npy") for name in open_archive(file).namelist()]
-    if doubles := find_duplicates(names):  # NumPy takes `a` for `a.npy`
-        raise ValueError(f"it has two arrays {format_examples(doubles)}; write it again")
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays}
 
 
 def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from unisono.data.sources import open_source
+from unisono.data.sources.formats import parquet_pages
 from unisono.data.sources.formats.parquet_pages import ColumnPages, read_pages
 
 Field = tuple[int, int, Any]  # number, type, value
@@ -123,3 +125,46 @@ def test_the_pages_of_a_remote_column_are_one_request(tmp_path: Path, monkeypatc
         system.store.clear()
     chunk: int = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
     assert len(asked) == 2 and chunk > 40 * 4000, "one for the headers, one by Arrow"
+
+
+def headers(tmp_path: Path, values: Any, **options: Any) -> list[bytes]:
+    """The headers of a column that Arrow writes."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": values}), path, **options)
+    column, content = pq.read_metadata(path).row_group(0).column(0), path.read_bytes()
+    at, seen, found = column.dictionary_page_offset or column.data_page_offset, 0, list[bytes]()
+    while seen < column.num_values:
+        _, _, packed, values, _, length = parquet_pages._read_page(
+            parquet_pages._Window(pa.BufferReader(content), len(content), 0), at
+        )
+        found.append(content[at : at + length])
+        at, seen = at + length + packed, seen + values
+    return found
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize(
+    "values", [range(300), np.linspace(0, 1, 70_000), ["x" * 30, "y"], [None, True], [[1, 2], [3]]]
+)
+def test_headers_that_are_known_as_a_whole_mean_what_their_fields_say(
+    tmp_path: Path, values: Any, statistics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever byte of one is changed: fields out of order, of other types, numbers that are negative or long."""
+
+    def read_page(content: bytes) -> object:
+        try:
+            return parquet_pages._read_page(parquet_pages._Window(pa.BufferReader(content), len(content), 0), 0)
+        except ValueError as error:
+            return str(error)
+
+    common, known = parquet_pages._COMMON, 0
+    for header in headers(tmp_path, values, write_statistics=statistics, data_page_size=1 << 17):
+        known += bool(common.match(header))
+        for place in range(len(header)):
+            for byte in {0, 1, 0x15, 0x7F, 0x80, 0xFF, header[place] ^ 1, header[place] ^ 16, header[place]}:
+                changed = header[:place] + bytes([byte]) + header[place + 1 :]
+                with monkeypatch.context() as patch:
+                    quick = read_page(changed)
+                    patch.setattr(parquet_pages, "_COMMON", re.compile(b"(?!)"))
+                    assert quick == read_page(changed), changed.hex(" ")
+    assert known, "none is known as a whole"

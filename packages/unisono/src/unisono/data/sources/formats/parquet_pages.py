@@ -6,6 +6,7 @@ in memory. Arrow believes the headers and not the footer, so they are read here,
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 _VALUES = {0: (5, 2), 3: (8, 4)}  # of the types of pages that hold values: fields of their header and of its encoding
@@ -13,6 +14,7 @@ _DICTIONARY_PAGE = 2
 _INTEGER, _STRUCTURE = 5, 12  # types of fields
 _REPEATING = (2, 7, 8)  # PLAIN_DICTIONARY, DELTA_BYTE_ARRAY, RLE_DICTIONARY
 _DELTA = 7
+_NEGATIVE = "a page has a negative number of values"
 _EMPTY_PAGES = 1000  # of one column, at most
 _MAX_HEADER, _MAX_DEPTH = 16 << 20, 8  # bytes, as Arrow has it; structures in each other
 _WINDOW = 1024  # bytes that are read for a header at first: of a small column the first pages, too
@@ -20,6 +22,24 @@ READ_AHEAD = 8 << 20  # bytes of a column that are asked of a server at once
 
 
 _Fields = dict[int, tuple[int, Any]]  # types and values, by the numbers of the fields
+
+# Most headers, whole, as all common writers have them: of a dictionary, and of values, with or without statistics whose
+# least and greatest value are short. One match is a fifth of the time of taking them apart field by field, which is for
+# all others; what matches here means the same there.
+_NUMBER = rb"\x15([\x80-\xff]{0,2}[\x00-\x7f])"  # the next field, of at most 21 bits
+_COUNT = rb"[\x80-\xff]{0,4}[\x00-\x7f]"
+_TEXT = b"(?:%b)" % b"|".join(rb"\x%02x.{%d}" % (size, size) for size in range(65))
+_STATISTICS = rb"\x1c(?:(?:(?:\x18%b){2}\x16|\x36)%b(?:\x28%b\x18%b(?:[\x11\x12]{2})?)?)?\x00" % (
+    _TEXT,
+    _COUNT,
+    _TEXT,
+    _TEXT,
+)
+_COMMON = re.compile(
+    rb"\x15(?:\x04%b\x4c\x15%b\x15%b[\x11\x12]?|\x00%b\x2c%b\x15%b\x15%b(?:%b)?)\x00\x00"
+    % (_NUMBER * 2, _COUNT, _COUNT, _NUMBER * 2, _NUMBER * 2, _COUNT, _COUNT, _STATISTICS),
+    re.DOTALL,
+)
 
 
 class ColumnPages(NamedTuple):
@@ -75,14 +95,13 @@ def read_pages(source: Any, column: Any, ahead: int = 0) -> ColumnPages:
     window = _Window(source, min(size, at + column.total_compressed_size + _WINDOW), ahead)
     seen = empty = repeated = largest = 0
     late = delta = False
-    while seen < column.num_values and at < size:
-        header, length = _read_header(window, at)
-        kind, unpacked, packed = (_field(header, number, _INTEGER, -1) for number in (1, 2, 3))
+    count = column.num_values
+    while seen < count and at < size:
+        kind, unpacked, packed, values, encoding, length = _read_page(window, at)
         if packed < 0 or unpacked < 0:
             raise ValueError("a page has a negative size")
         largest = max(largest, packed, unpacked)  # what is not compressed is as long as it is stored
         late |= kind == _DICTIONARY_PAGE and seen > 0
-        values, encoding = _read_values(header, kind)
         empty += values == 0
         if empty > _EMPTY_PAGES:
             raise ValueError(f"it has more than {_EMPTY_PAGES} pages without values")
@@ -91,6 +110,30 @@ def read_pages(source: Any, column: Any, ahead: int = 0) -> ColumnPages:
         delta |= encoding == _DELTA
         at += length + packed
     return ColumnPages(seen, repeated, largest, late, delta)
+
+
+def _read_page(window: _Window, at: int) -> tuple[int, int, int, int, int, int]:
+    """The type of a page, its sizes unpacked and packed, its values, their encoding, and the length of its header."""
+    if found := _COMMON.match(window.read(at, _WINDOW)):
+        if found[1]:
+            return _DICTIONARY_PAGE, _decode(found[1]), _decode(found[2]), 0, 0, found.end()
+        unpacked, packed, values, encoding = map(_decode, found.group(3, 4, 5, 6))
+        if values < 0:
+            raise ValueError(_NEGATIVE)
+        return 0, unpacked, packed, values, encoding, found.end()
+    header, length = _read_header(window, at)
+    kind, unpacked, packed = (_field(header, number, _INTEGER, -1) for number in (1, 2, 3))
+    return kind, unpacked, packed, *_read_values(header, kind), length
+
+
+def _decode(number: bytes) -> int:
+    """A number of `_NUMBER`."""
+    value = number[0] & 127
+    if len(number) > 1:
+        value |= (number[1] & 127) << 7
+        if len(number) > 2:
+            value |= number[2] << 14
+    return (value >> 1) ^ -(value & 1)
 
 
 def _read_values(header: _Fields, kind: int) -> tuple[int, int]:
@@ -103,7 +146,7 @@ def _read_values(header: _Fields, kind: int) -> tuple[int, int]:
         raise ValueError("a page of values does not say how many it has")
     values = _field(inner, 1, _INTEGER, -1)
     if values < 0:
-        raise ValueError("a page has a negative number of values")
+        raise ValueError(_NEGATIVE)
     return values, _field(inner, encoding, _INTEGER, 0)
 
 

@@ -20,9 +20,10 @@ from unisono.runtime.errors import DataError, find_duplicates, format_examples
 _ROWS_PER_BATCH = 256  # rows converted at a time in sequential reading
 _BATCH_BYTES = 16 << 20  # of columns converted at a time; Python's objects take several times as much
 _LEAST_BYTES = 8  # of a value
-_REPEATING = (
-    "is_dictionary", "is_run_end_encoded", "is_list_view", "is_large_list_view", "is_string_view", "is_binary_view",
-)  # fmt: skip
+_REPEATING = {  # by number, which is asked of every block
+    getattr(pa.lib, f"Type_{name}")
+    for name in ("DICTIONARY", "RUN_END_ENCODED", "LIST_VIEW", "LARGE_LIST_VIEW", "STRING_VIEW", "BINARY_VIEW")
+}
 
 
 class TableBlock:
@@ -67,8 +68,11 @@ class TableBlock:
     @cached_property  # a block is read again in every epoch for which it is kept
     def _rows_at_once(self) -> int:
         """As many rows as take little memory, since a few bytes of a file may name one long value again and again."""
-        size = 0.0
-        for column in self._columns.values():
+        columns, size = self._columns.values(), 0.0
+        repeat = any(_repeats(column.type) for column in columns)
+        if not repeat and sum(column.get_total_buffer_size() for column in columns) <= _BATCH_BYTES:
+            return _ROWS_PER_BATCH  # without asking for the part of the buffers that these rows are, which takes longer
+        for column in columns:
             size += _largest_value(column) if _repeats(column.type) else column.nbytes / max(1, len(self))
         return int(max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1.0, size))))
 
@@ -166,7 +170,7 @@ def _repeats(kind: Any) -> bool:
     """Whether many rows of a column of this type may share the same bytes of the file."""
     if isinstance(kind, pa.BaseExtensionType):
         return _repeats(kind.storage_type)
-    if any(getattr(pa.types, name)(kind) for name in _REPEATING):
+    if kind.id in _REPEATING:
         return True
     return any(_repeats(kind.field(place).type) for place in range(kind.num_fields))
 
