@@ -87,11 +87,3 @@ def test_more_workers_than_cores_are_warned_of(path: str) -> None:
         assert any(
             "data.workers=999 with 1 process on this host is more than its" in line for line in loader.messages()
         )
-
-
-def test_a_loader_counts_what_it_built(path: str) -> None:
-    with made.loader(Listener(path), of=PLAN, on_error="mask", prefetch=2) as loader:
-        masked = sum(len(micro.info.masked) for step in loader.steps() for micro in step if micro.info)
-        counted = loader.counters()
-    assert (counted["built"], counted["masked"]) == (8 * STEPS - masked, masked)
-    assert masked > 0 < counted["collate_seconds"]
