@@ -22,7 +22,7 @@ FLOORS = (
     ("engines",),
     ("data",),
     ("task_config",),
-    ("task", "protocols", "callback", "optim", "config"),
+    ("task", "collation", "protocols", "callback", "optim", "config"),
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -79,11 +79,3 @@ def test_threads_or_processes_are_chosen_by_what_holds_pythons_lock(
     monkeypatch.setattr(worker_autotuning, "measure_stages", lambda *_: StageTimes(1e-3, 1e-3, 0.1, locked))
     with made.loader(Listener(path), of=PLAN, worker_kind="auto", on_error="mask") as loader:
         assert f"1 {kind}," in loader.facts()
-
-
-def test_a_loader_counts_what_it_built(path: str) -> None:
-    with made.loader(Listener(path), of=PLAN, on_error="mask", prefetch=2) as loader:
-        masked = sum(len(micro.info.masked) for step in loader.steps() for micro in step if micro.info)
-        counted = loader.counters()
-    assert (counted["built"], counted["masked"]) == (8 * STEPS - masked, masked)
-    assert masked > 0 < counted["collate_seconds"]

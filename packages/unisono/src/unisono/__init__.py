@@ -13,6 +13,7 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
+    from unisono.collation import SampleColumns
     from unisono.config.code.recipes import Recipe
     from unisono.config.schema import Settings
     from unisono.config.schema.data import Data
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
         Context,
         GlobalBatch,
         Loss,
-        SampleColumns,
         SampleContext,
         SampleContexts,
         Source,
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "callback": ["Callback", "Evaluate", "RunInfo", "Save", "Stop"],
+    "collation": ["SampleColumns"],
     "config.code.recipes": ["Recipe"],
     "config.schema": ["Settings"],
     "config.schema.data": ["Data"],
@@ -129,7 +130,6 @@ _HOMES = {
         "Context",
         "GlobalBatch",
         "Loss",
-        "SampleColumns",
         "SampleContext",
         "SampleContexts",
         "Source",

@@ -12,14 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from unisono.collation import stack_samples
 from unisono.config.schema import Settings
 from unisono.config.schema.data import Data as DataGroup
 from unisono.config.schema.run import EVENT_NAMES
-from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import Generators
 
 if TYPE_CHECKING:
@@ -94,42 +95,6 @@ class SampleContexts:
 
     def __iter__(self) -> Iterator[SampleContext]:
         return (self[number] for number in range(len(self)))
-
-
-class SampleColumns(Sequence[dict[str, Any]]):
-    """Samples of one structure, held by field: what `Vectorised.sample_batch` best returns.
-
-    >>> samples = SampleColumns(x=np.arange(6).reshape(3, 2), kind=["a", "b", "c"])
-    >>> len(samples), samples[1]
-    (3, {'x': array([2, 3]), 'kind': 'b'})
-
-    Args:
-        fields: arrays or lists by name, whose first axis is the sample.
-    """
-
-    def __init__(self, **fields: Any) -> None:
-        sizes = {name: len(values) for name, values in fields.items()}
-        if not sizes or len(set(sizes.values())) > 1:
-            raise DataError(f"SampleColumns: all fields must have an entry for each sample; they have {sizes}")
-        self.fields: dict[str, Any] = fields
-        self._size = next(iter(sizes.values()))
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, number: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> SampleColumns: ...
-
-    def __getitem__(self, number: int | slice) -> dict[str, Any] | SampleColumns:
-        """A sample, or some of them."""
-        if isinstance(number, slice):
-            return SampleColumns(**{name: values[number] for name, values in self.fields.items()})
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        return {name: values[number] for name, values in self.fields.items()}
 
 
 @dataclass(frozen=True)
@@ -273,63 +238,10 @@ class Task(ABC):
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Turn samples into a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
 
-        The default stacks dicts of equally shaped arrays; of tuples, `fields` names the items. An
-        override that decodes whole batches should raise
-        `BadSamplesError`, with a reason per sample, for samples it cannot use.
+        The default stacks dicts of equally shaped arrays; of tuples, `fields` names the items. An override that decodes
+        whole batches should raise `BadSamplesError`, with a reason per sample, for samples it cannot use.
         """
-        if isinstance(samples, SampleColumns):
-            columns = {name: np.asarray(values) for name, values in samples.fields.items()}
-            return {name: c.astype(object) if c.dtype.kind in "US" else c for name, c in columns.items()}
-        if not isinstance(samples[0], Mapping):
-            samples = [self._name_items(sample) for sample in samples]
-        for sample in samples:  # otherwise the first sample would decide the batch's keys
-            if sample.keys() != samples[0].keys():
-                raise DataError(
-                    f"{type(self).__name__}.sample returned the keys {sorted(samples[0])} for one row and "
-                    f"{sorted(sample)} for another; return the same keys, or define collate()"
-                )
-        return {name: self._stack(name, [sample[name] for sample in samples]) for name in samples[0]}
-
-    def _name_items(self, sample: Any) -> dict[str, Any]:
-        """A sample that is a tuple, as torch's datasets give it, by the names in `fields`."""
-        owner = type(self).__name__
-        if not isinstance(sample, tuple | list):
-            raise DataError(
-                f"{owner}.sample returned a {type(sample).__name__}; the default collate stacks dicts of arrays. "
-                "Return a dict, or define collate()."
-            )
-        if not self.fields:
-            shown = ", ".join(f'"{name}"' for name in ("x", "y", "z", "w")[: len(sample)])
-            raise DataError(
-                f"{owner}.sample returned a tuple of {len(sample)}; name its items in the class, as in "
-                f"fields = ({shown or chr(34) + 'x' + chr(34)},), or return a dict"
-            )
-        if len(sample) != len(self.fields):
-            raise DataError(
-                f"{owner}.sample returned a tuple of {len(sample)}, and {owner}.fields has {len(self.fields)} names "
-                f"({', '.join(self.fields)}); give each item a name"
-            )
-        return dict(zip(self.fields, sample, strict=True))
-
-    def _stack(self, name: str, values: Sequence[Any]) -> Any:
-        """One column of a batch. Strings, None and other objects stay a NumPy array of objects, on the host."""
-        arrays = [np.asarray(value) for value in values]
-        if any(array.dtype.kind in "OUS" for array in arrays):
-            if any(array.ndim for array in arrays):
-                raise DataError(
-                    f"{type(self).__name__}.sample returned lists of strings or None in '{name}', which make no "
-                    "array; turn them into numbers in sample(), or define collate()"
-                )
-            column = np.empty(len(values), dtype=object)
-            column[:] = [value.item() if isinstance(value, np.generic | np.ndarray) else value for value in values]
-            return column
-        if len({array.shape for array in arrays}) > 1:
-            shapes = sorted({array.shape for array in arrays})
-            raise DataError(
-                f"{type(self).__name__}.sample returned arrays of different shapes in '{name}' ({shapes[0]} and "
-                f"{shapes[1]}); give them one shape, or define collate()"
-            )
-        return np.stack(arrays)
+        return stack_samples(samples, self.fields, type(self).__name__)
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Units of work in a micro-batch. The first is the unit of throughput; `flops` (both passes) enables MFU.

@@ -88,5 +88,5 @@ def test_the_entry_of_a_recipe_is_refused_where_others_can_write_at_any_level(ca
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"the cache .*file/recipe cannot be used.*set data\.cache or \$UNISONO_CACHE"):
+    with pytest.raises(DataError, match=r"the cache .*file cannot be used.*set data\.cache or \$UNISONO_CACHE"):
         cache_entry("recipe", "entry", cache=tmp_path / "file")

@@ -29,7 +29,7 @@ def seen(
     outer = "compute" if phase == "wait" and outer == "record" else outer
     totals = dict.fromkeys(PHASES, 0)
     return RankStatus(
-        HeartbeatRecord(rank, 100 + rank, 9, made, phase, outer, detail, 0, 0, 0, totals, durations),
+        HeartbeatRecord(rank, 100 + rank, 9, made, phase, outer, detail, 0, 0, totals, durations),
         state,
         still,
         stopped,

@@ -77,12 +77,6 @@ def test_what_an_earlier_start_was_asked_for_is_forgotten(tmp_path: Path):
     assert look(StepSync(SingleProcess(), tmp_path, 30)) == Decision()
 
 
-def test_a_run_that_is_only_evaluated_takes_no_wish(tmp_path: Path):
-    (tmp_path / "stop").touch()
-    StepSync(SingleProcess(), tmp_path, 30, writing=False)
-    assert (tmp_path / "stop").exists()
-
-
 def test_the_folder_is_looked_at_twice_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(step_sync.time, "monotonic", lambda: now[0])

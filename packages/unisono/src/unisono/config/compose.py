@@ -87,10 +87,6 @@ def compose(
 class Composer:
     """Composes one recipe many times, as a sweep does: its files are read once for each choice of groups.
 
-    Args:
-        recipe: as for `compose`.
-        config_dir: as for `compose`.
-
     Raises:
         ConfigError: if there is no such recipe or folder.
     """

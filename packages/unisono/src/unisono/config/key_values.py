@@ -17,10 +17,6 @@ def parse_settings(words: Sequence[str], kind: Any) -> tuple[Any, list[str]]:
     A text that does not fit as it stands is read in Hydra's grammar, as settings of a run are: a list, or `null`. What
     a setting holds by name (`env`) has a word for each: `env.NAME=VALUE`.
 
-    Args:
-        words: of a command.
-        kind: a subclass of `Settings`.
-
     Raises:
         ConfigError: naming each word that does not fit.
 

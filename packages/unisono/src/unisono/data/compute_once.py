@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from unisono.data.cache_lock import lock_entry
 from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import atomic_folder, cache_dir, check_private, make_cache_folder, make_private
+from unisono.runtime.files import atomic_folder, cache_dir, cache_entry, make_private
 from unisono.runtime.untrusted import safe_paths
 
 T = TypeVar("T")
@@ -57,18 +57,12 @@ def compute_once(
 
         mean = compute_once("mine", [rows.fingerprint], make, lambda folder: np.load(folder / "mean.npy"))
     """
-    root = cache or cache_dir()
-    check_private(root)
-    check_private(root / kind)
-    folder = root / kind / hashlib.sha256(json.dumps(address, sort_keys=True).encode()).hexdigest()[:24]
-    with suppress(FileNotFoundError):  # another process is replacing it
-        for part in (folder, *(folder.iterdir() if folder.is_dir() else ())):
-            check_private(part)
+    digest = hashlib.sha256(json.dumps(address, sort_keys=True).encode()).hexdigest()
+    folder = cache_entry(kind, digest[:24], cache=cache)
     with suppress(*_DAMAGED_ERRORS):
         if folder.is_dir():
             return load(folder)
     try:
-        make_cache_folder(folder.parent)
         create_cache_folder(folder.parent)
         with lock_entry(folder, wait):
             with suppress(*_DAMAGED_ERRORS):
@@ -81,8 +75,8 @@ def compute_once(
             return load(folder)
     except OSError as error:
         raise DataError(
-            f"the cache {root} cannot be used ({error.strerror or error}); set data.cache or $UNISONO_CACHE "
-            "to another folder"
+            f"the cache {cache or cache_dir()} cannot be used ({error.strerror or error}); set data.cache or "
+            "$UNISONO_CACHE to another folder"
         ) from error
 
 

@@ -91,11 +91,6 @@ class RangeTest:
 def find_lr(config: RunConfig, settings: FindLr, origins: Mapping[str, str] | None = None) -> RangeTest:
     """Run a range test of a task, with its model, data, optimizer, batch and layout.
 
-    Args:
-        config: of a run, as for `train`.
-        settings: the range.
-        origins: of the configuration's values.
-
     Raises:
         ConfigError: if the range does not fit, or another launcher has started this process.
         UnisonoError: whatever else ends the run, except a loss that diverges.

@@ -44,8 +44,7 @@ class Events:
         kept: list[str] = []
         self._notes: set[str] = set()
         if os.path.lexists(path):
-            lines = _read_lines(path)
-            seen = [(line, event) for line in lines if (event := _parse_line(line)) is not None]
+            seen = [(line, event) for line in _read_text(path).splitlines() if (event := _parse_line(line)) is not None]
             kept = [line for line, event in seen if event["step"] <= first_step or NOTE_KEYS & event.keys()]
             self._notes = {line for line, event in seen if NOTE_KEYS & event.keys()}
         write_whole(path, "".join(f"{line}\n" for line in kept))
@@ -74,16 +73,12 @@ class Events:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events of a run; a truncated last line is skipped."""
-    return _parse_lines(_read_lines(path))
+    return parse_events(_read_text(path))
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:
     """Return the events in a part of the file; lines that are cut off are skipped."""
-    return _parse_lines(text.splitlines())
-
-
-def _parse_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
-    return [event for line in lines if (event := _parse_line(line)) is not None]
+    return [event for line in text.splitlines() if (event := _parse_line(line)) is not None]
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
@@ -104,8 +99,8 @@ def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in newest.items() if name not in ("step", "eval", "rows", "seconds")}
 
 
-def _read_lines(path: Path) -> list[str]:
-    return safe_paths.read_bytes(path.parent, path.name, _LARGEST).decode("utf-8", errors="replace").splitlines()
+def _read_text(path: Path) -> str:
+    return safe_paths.read_bytes(path.parent, path.name, _LARGEST).decode("utf-8", errors="replace")
 
 
 def _parse_line(line: str) -> dict[str, Any] | None:

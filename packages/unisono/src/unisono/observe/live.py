@@ -22,12 +22,7 @@ PATIENCE = 2.0  # seconds that an evaluation takes without a bar
 
 
 class LiveDisplay:
-    """What stands below the permanent lines of a run.
-
-    Args:
-        console: To draw on.
-        total: Steps in the run.
-    """
+    """What stands below the permanent lines of a run."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total

@@ -19,11 +19,7 @@ _WIDTH = 100  # characters of the text
 
 
 class NotebookProgress:
-    """What is shown of a run below the cell that trains it; as `unisono.observe.live.LiveDisplay`, on a notebook.
-
-    Args:
-        total: Steps in the run.
-    """
+    """What is shown of a run below the cell that trains it; as `unisono.observe.live.LiveDisplay`, on a notebook."""
 
     def __init__(self, total: int) -> None:
         self._total, self._step, self._values, self._clock = total, 0, list[str](), ""

@@ -103,12 +103,7 @@ class Profile:
 
 
 def format_table(ranks: Sequence[Mapping[str, float]], steps: tuple[int, int]) -> list[str]:
-    """Format the milliseconds per step of each part on each rank, and its share.
-
-    Args:
-        ranks: The `breakdown` of each rank.
-        steps: First and last.
-    """
+    """Format the milliseconds per step of each part on each rank, and its share."""
     first, last = steps
     names = [f"rank {rank}" for rank in range(len(ranks))]
     lines = [f"where the time goes, ms per step (steps {first} to {last})", "".join([" " * 10, *map(_cell, names)])]

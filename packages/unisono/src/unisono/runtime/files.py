@@ -241,15 +241,15 @@ def cache_entry(*names: str, cache: Path | None = None) -> Path:
     for name in names:
         path = path / name
         check_private(path)
-    if path.is_dir():
-        for part in path.rglob("*"):
+    with contextlib.suppress(FileNotFoundError):  # another process is replacing it
+        for part in path.rglob("*") if path.is_dir() else ():
             check_private(part)
     try:
         make_cache_folder(path.parent)
     except OSError as error:
         raise DataError(
-            f"the cache {path.parent} cannot be used ({error.strerror or error}); set data.cache or $UNISONO_CACHE to "
-            "another folder"
+            f"the cache {cache or cache_dir()} cannot be used ({error.strerror or error}); set data.cache or "
+            "$UNISONO_CACHE to another folder"
         ) from error
     return path
 

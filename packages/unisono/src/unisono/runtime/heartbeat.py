@@ -33,9 +33,9 @@ PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evalua
 NEW_SHAPE = "a new shape"  # detail of a phase that compiles for a shape not seen before
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # requests all stacks; unused by torch, Slurm and glibc
 
-_MAGIC = b"unisono pulse 1\n"
+_MAGIC = b"unisono pulse 2\n"
 _HEAD = struct.Struct("<16sI")
-_NOW = struct.Struct(f"<QQIqqqqbb{len(PHASES)}qH")
+_NOW = struct.Struct(f"<QQIqqqbb{len(PHASES)}qH")
 _DETAIL_BYTES = 200
 _MAX_DURATIONS = 64  # durations in a record
 _STEPS = struct.Struct(f"<I{_MAX_DURATIONS}d")
@@ -61,7 +61,6 @@ class HeartbeatRecord:
         detail: What the phase is for; after leaving, the exit code followed by the last detail.
         since: When this was written, in ns.
         began: When reporting began, in ns.
-        step_ended: When the last step ended, in ns; 0 before the first.
         totals: Nanoseconds spent in each phase so far, not counting nested phases.
         durations: Of the last steps, including the wait for their data, in seconds, oldest first.
     """
@@ -75,7 +74,6 @@ class HeartbeatRecord:
     detail: str
     since: int
     began: int
-    step_ended: int
     totals: dict[str, int]
     durations: tuple[float, ...]
 
@@ -108,7 +106,6 @@ class HeartbeatWriter:
         self._map = mmap.mmap(self._file, _SIZE)
         self._pid, self._number = os.getpid(), 0
         self._began = self._last = monotonic_ns()
-        self._step_ended = 0
         self._totals = [0] * len(PHASES)
         self._durations: list[float] = []
         self._phase, self._outer, self._detail = 0, 0, ""
@@ -131,7 +128,7 @@ class HeartbeatWriter:
 
     def step(self, steps_done: int, seconds: float | None) -> None:
         """Report the number of steps done."""
-        self.steps_done, self._step_ended = steps_done, monotonic_ns()
+        self.steps_done = steps_done
         if seconds is not None:
             self._durations = [*self._durations[1 - _MAX_DURATIONS :], seconds]
             self._write_durations()
@@ -156,7 +153,7 @@ class HeartbeatWriter:
         self._number += 1
         detail = self._detail.encode(errors="replace")[:_DETAIL_BYTES]
         packed = _NOW.pack(
-            self._number, self._pid, self.rank, self.steps_done, self._last, self._began, self._step_ended,
+            self._number, self._pid, self.rank, self.steps_done, self._last, self._began,
             self._phase, self._outer, *self._totals, len(detail),
         ) + detail.ljust(_DETAIL_BYTES, b"\0")  # fmt: skip
         self._map[_RECORD_OFFSET:_DURATIONS_OFFSET] = zlib.crc32(packed).to_bytes(4, "little") + packed
@@ -287,14 +284,14 @@ def read_record(path: Path) -> HeartbeatRecord | None:
             return None
         first, second = content[_RECORD_OFFSET:_DURATIONS_OFFSET], content[_DURATIONS_OFFSET:]
         if int.from_bytes(first[:4], "little") == zlib.crc32(first[4:]):
-            number, pid, rank, steps_done, since, began, step_ended, now, outer, *rest = _NOW.unpack_from(first, 4)
+            number, pid, rank, steps_done, since, began, now, outer, *rest = _NOW.unpack_from(first, 4)
             detail = first[4 + _NOW.size :][: rest[-1]].decode(errors="replace")
             if int.from_bytes(second[:4], "little") != zlib.crc32(second[4:]):
                 continue
             count, *durations = _STEPS.unpack_from(second, 4)
             totals = dict(zip(PHASES, rest[:-1], strict=True))
             return HeartbeatRecord(
-                rank, pid, number, steps_done, PHASES[now], PHASES[outer], detail, since, began, step_ended, totals,
+                rank, pid, number, steps_done, PHASES[now], PHASES[outer], detail, since, began, totals,
                 tuple(durations[:count]),
             )  # fmt: skip
     return None

@@ -93,7 +93,6 @@ class StepSync:
         directory: Of the run.
         deadline: Seconds from a signal to the end of the process.
         lease: The run's lock, if this process or its launcher holds it.
-        writing: Whether this run trains, so that request files apply to it.
         watches_folder: Whether this rank looks for request files and other starts in the directory; None: rank 0 does.
     """
 
@@ -103,14 +102,13 @@ class StepSync:
         directory: Path,
         deadline: float,
         lease: RunLock | None = None,
-        writing: bool = True,
         watches_folder: bool | None = None,
     ) -> None:
         self._communicator, self._directory, self._deadline, self._lease = communicator, directory, deadline, lease
         self._processes = communicator.gather(identity.own_identity(), "the numbers of all processes")
         self._last_look = self._last_lock_look = -math.inf
         self._watches_folder = communicator.rank == 0 if watches_folder is None else watches_folder
-        if self._watches_folder and writing:
+        if self._watches_folder:
             self._take_requests()  # discard requests meant for an earlier start
 
     def take_over_signals(self) -> None:

@@ -36,18 +36,18 @@ class Evaluation:
 
     def check_metric(self, first: int) -> None:
         """Reject an unknown metric in `checkpoint.keep_best`, `eval` or a plateau; `first` updates have been made."""
-        best, held_out, asked = self._checkpoint.keep_best, self._parts.held_out, dict[str, str]()
+        best, held_out, metrics = self._checkpoint.keep_best, self._parts.held_out, dict[str, str]()
         if best is not None:
-            asked["checkpoint.keep_best.metric"] = best.metric
+            metrics["checkpoint.keep_best.metric"] = best.metric
         if self._settings.patience is not None and self._parts.can_evaluate:  # else it is refused as such
-            asked["eval.metric"] = self._settings.metric
+            metrics["eval.metric"] = self._settings.metric
         if self._plateau is not None and self._parts.can_evaluate:
-            asked["schedules.lr.metric"] = self._plateau.metric
+            metrics["schedules.lr.metric"] = self._plateau.metric
         prefixes = self._parts.benchmark_prefixes  # their values are known once they have run
-        asked = {key: metric for key, metric in asked.items() if not metric.startswith(prefixes)}
-        if asked:
+        metrics = {key: metric for key, metric in metrics.items() if not metric.startswith(prefixes)}
+        if metrics:
             names = held_out.names(self._parts.engine, first, self._parts.scalars(first)) if held_out else []
-            for key, metric in asked.items():
+            for key, metric in metrics.items():
                 require_metric(key, metric, names)
 
     def is_due(self, step: int) -> bool:

@@ -8,7 +8,7 @@ from unisono.supervise.hangs.stragglers import Stragglers
 
 def record(rank: int, made: int, **seconds: float) -> HeartbeatRecord:
     totals = {phase: round(1e9 * made * seconds.get(phase, 0.0)) for phase in PHASES}
-    return HeartbeatRecord(rank, 1, made, made, "compute", "record", "", 0, 0, 0, totals, (1.0,))
+    return HeartbeatRecord(rank, 1, made, made, "compute", "record", "", 0, 0, totals, (1.0,))
 
 
 def looked(steps: int, **slow: float) -> list[str]:

@@ -29,11 +29,6 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
 
     Its bytes are not verified before, since these processes have just written them.
 
-    Args:
-        folder: of the run.
-        step: of a finished checkpoint.
-        communicator: of all processes.
-
     Returns:
         What was written, for the console.
 
@@ -117,11 +112,6 @@ def write_weights(run: Path, folder: Path, step: int, shards: Sequence[ArrayShar
 
 def check_together(folder: Path, shards: Sequence[ArrayShard], communicator: Communicator) -> None:
     """Refuse a run whose arrays could not be exported at its end; collective.
-
-    Args:
-        folder: of the run.
-        shards: of this process.
-        communicator: of all processes.
 
     Raises:
         UnisonoError: on every rank, as `export.export` raises it.

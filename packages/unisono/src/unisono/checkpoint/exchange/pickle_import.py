@@ -195,16 +195,11 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path, taking
     """Have a process take the tensors out of a pickle; returns what else was there."""
     shown = source / name if source.is_dir() else source
     with ExitStack() as opened:
-        try:
-            pickle = opened.enter_context(
-                safe_paths.open_inside(source, name) if source.is_dir() else safe_paths.open_regular(source)
-            )
-        except OSError as error:
-            raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}") from error
+        pickle = opened.enter_context(_open(source, name))
         pieces = None
         if name == METADATA:
             names = sorted(path.name for path in source.glob(f"*{SUFFIX}"))
-            pieces = {piece: opened.enter_context(_open_piece(source, piece)) for piece in names}
+            pieces = {piece: opened.enter_context(_open(source, piece)) for piece in names}
         file = opened.enter_context(out.open("wb"))
         done = _run(pickle, pieces, {"key": key, "taking": taking}, file, shown)
     reply: dict[str, Any] = {}
@@ -227,11 +222,12 @@ class _Reply(TypedDict):
     sentence: NotRequired[str]
 
 
-def _open_piece(source: Path, name: str) -> BufferedReader:
+def _open(source: Path, name: str) -> BufferedReader:
     try:
-        return safe_paths.open_inside(source, name)
+        return safe_paths.open_inside(source, name) if source.is_dir() else safe_paths.open_regular(source)
     except OSError as error:
-        raise CheckpointError(f"{source / name} cannot be read: {error.strerror or error}") from error
+        shown = source / name if source.is_dir() else source
+        raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}") from error
 
 
 def _run(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import fsync_path
+from unisono.runtime.files import file_hash, fsync_path
 from unisono.runtime.remote import DEADLINE, PIECE_BYTES, RemoteOptions, ask_remote, remote_options
 from unisono.runtime.untrusted import safe_paths, safe_writing
 
@@ -165,10 +165,8 @@ class ObjectStore:
         Raises:
             ObjectError: if it is missing or damaged.
         """
-        if file.is_file() and file.stat().st_size == size:
-            with safe_paths.open_regular(file) as there:
-                if hashlib.file_digest(there, "sha256").hexdigest() == sha256:
-                    return
+        if file.is_file() and file.stat().st_size == size and file_hash(file) == sha256:
+            return
         with safe_writing.open_to_change(file.parent, file.name) as target:
             target.truncate()
             found = self.sha256(name, size, target.write)

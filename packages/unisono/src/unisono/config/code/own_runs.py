@@ -56,10 +56,6 @@ def mark_run(folder: Path, config: Mapping[str, Any]) -> None:
 
     Without a key (no home folder, or one that cannot be written) there is no mark, and verbs ask for `--task`.
 
-    Args:
-        folder: Of the run.
-        config: The values of its `config.yaml`.
-
     Raises:
         OSError: If the folder cannot be written.
     """

@@ -95,7 +95,6 @@ class Import(Settings):
         "optim.moments=NAME.safetensors begins a run",
     )
     shard_mb: Positive = Field(5000.0, description="MB per file of a folder")
-    timeout: Positive | None = Field(None, description="s to read a pickle; null: 600, and 1 for each 4 MB")
 
     @model_validator(mode="after")
     def _check_moments(self) -> Import:

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from unisono.task import SampleColumns
+from unisono.collation import SampleColumns
 
 
 def byte_size(value: Any) -> int:

@@ -100,8 +100,7 @@ class Loader:
         if isinstance(measured := getattr(plan, "lengths", None), MeasuredLengths):
             measured.measure = self.lengths
         self._largest = 0  # bytes of the largest micro-batch so far
-        self._built, self._seconds, self._building = 0, np.zeros(3), 0.0
-        self._masked, self._reported, self._messages = 0, -1, deque[str]()
+        self._building, self._masked, self._reported, self._messages = 0.0, 0, -1, deque[str]()
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
         self._configured_count, self._configured_ahead = workers, prefetch
@@ -175,13 +174,6 @@ class Loader:
             for n in parts
         ]
         return np.concatenate([np.zeros(0, dtype=np.int64), *(self._wait(future.result) for future in futures)])
-
-    def counters(self) -> dict[str, float]:
-        """Micro-batches ready and requested, samples built and masked, seconds of reading, sampling and collating."""
-        ready, requested = self._feed.queue_state if self._feed is not None else (0, 0)
-        names = ("read_seconds", "sample_seconds", "collate_seconds")
-        seconds = dict(zip(names, self._seconds.tolist(), strict=True))
-        return {"ready": ready, "asked": requested, "built": self._built, "masked": self._masked, **seconds}
 
     def facts(self) -> str:
         """A line that describes how micro-batches are loaded."""
@@ -281,9 +273,6 @@ class Loader:
         if step <= self._reported:  # built again, like the first step
             return
         self._reported = step
-        for made in (micro.info for micro in batches if micro.info):
-            self._built += len(made.samples)
-            self._seconds += made.seconds
         self._building = sum(sum(micro.info.seconds) - micro.info.delay for micro in batches if micro.info)
         for sample in (sample for micro in batches if micro.info for sample in micro.info.masked):
             self._masked += 1

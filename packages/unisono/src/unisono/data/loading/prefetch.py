@@ -51,12 +51,6 @@ class Prefetcher(Generic[Requested, Result]):
             self._change.notify()
         return future.result(timeout)
 
-    @property
-    def queue_state(self) -> tuple[int, int]:
-        """Number of requests that are ready, and of those submitted."""
-        with self._change:
-            return sum(future.done() for future in self._waiting), len(self._waiting)
-
     def close(self) -> None:
         """Cancel pending requests and stop the thread."""
         with self._change:

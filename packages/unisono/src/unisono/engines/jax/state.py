@@ -136,12 +136,6 @@ def load(
 ) -> tuple[State, dict[str, Any]]:
     """Load a saved state, each device its part.
 
-    Args:
-        state: as it is.
-        constants: as they are.
-        reader: of a checkpoint of any layout.
-        kinds: what is taken over.
-
     Raises:
         CheckpointError: naming arrays that are missing, too many, or of another shape.
     """

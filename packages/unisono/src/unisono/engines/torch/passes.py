@@ -30,11 +30,6 @@ _PAIR = ("sum", "count")  # of a metric
 class Passes:
     """Runs passes with the context and the scales of the current step.
 
-    Args:
-        parts: of the engine.
-        state: of the training.
-        repeated: as for `TorchCrossSampleLoss`.
-
     Attributes:
         cross_sample: computes a loss across samples from the outputs of all processes; None for other losses.
         has_first_pass: whether a step has a pass over all micro-batches before the one with gradients.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from unisono.config.resolved_run import ResolvedRun
+from unisono.launch.processes.local_processes import environment_changed
 from unisono.observe import events
 from unisono.runtime.display import notebook
 from unisono.runtime.text import format_count
@@ -33,16 +33,13 @@ def _follow(run: ResolvedRun) -> Iterator[None]:
 
     done = threading.Event()
     thread = threading.Thread(target=_draw, args=(run, done), name="unisono-notebook-bar", daemon=True)
-    before = os.environ.get(FOLLOWED_VARIABLE)
-    os.environ[FOLLOWED_VARIABLE] = "1"
     thread.start()
     try:
-        yield
+        with environment_changed({FOLLOWED_VARIABLE: "1"}):
+            yield
     finally:
         done.set()
         thread.join()
-        if before is None:
-            del os.environ[FOLLOWED_VARIABLE]
 
 
 def _draw(run: ResolvedRun, done: threading.Event) -> None:

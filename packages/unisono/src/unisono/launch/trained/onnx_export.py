@@ -81,10 +81,6 @@ class OnnxExport:
 def export_onnx(run: Run, words: Export) -> OnnxExport:
     """Write a run's model as ONNX.
 
-    Args:
-        run: The opened run.
-        words: Of the command.
-
     Raises:
         ConfigError: If a package is missing, or a setting or the task has no meaning here.
         RunError: If the model cannot be exported, or computes other numbers in onnxruntime.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 
-from unisono.runtime.console import clean
+from unisono.runtime.console import clean, terminal_width
 from unisono.runtime.display import notebook
 from unisono.runtime.text import one_line
 
@@ -78,10 +78,8 @@ def _bar(seconds: float) -> str:
 
 def _fit(line: str) -> str:
     """A line cut to the width of the terminal, which could not be cleared if it wrapped."""
-    width = 80
-    with suppress(OSError):
-        width = os.get_terminal_size(sys.stdout.fileno()).columns or width
-    return line if len(line) < width else f"{line[: width - 2]}…"
+    width = terminal_width() or 79
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _write(text: str) -> None:

@@ -50,11 +50,7 @@ class ProgramError(DesyncError):
 
 
 class Compiler:
-    """Compiles the programs of one process.
-
-    Args:
-        communicator: all processes.
-    """
+    """Compiles the programs of one process."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

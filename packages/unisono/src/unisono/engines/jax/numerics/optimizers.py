@@ -108,11 +108,6 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of a model's trained parameters, grouped as the config says; see `choose_settings`.
 
-    Args:
-        config: the group `optim`.
-        structure: of the model.
-        own: the task's `optimizer`.
-
     Raises:
         ConfigError: for a pattern that matches no parameter, or a matrix that Muon cannot take.
     """

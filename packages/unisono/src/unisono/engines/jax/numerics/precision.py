@@ -92,10 +92,6 @@ def on_host(array: np.ndarray[Any, Any], precision: str, name: str) -> np.ndarra
 def check_no_downcast(jaxpr: Any, task: str) -> None:
     """Refuse a traced fp64 computation that uses fewer bits anywhere.
 
-    Args:
-        jaxpr: of the forward pass.
-        task: its name, for the error.
-
     Raises:
         ConfigError: with the line of the user's code.
     """

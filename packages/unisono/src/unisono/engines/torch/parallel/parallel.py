@@ -128,9 +128,6 @@ class Parallel:
     def check_reduced(self, where: str) -> None:
         """Raise if passes did not use a parameter that DDP expects: what it leaves in `.grad` is not reduced.
 
-        Args:
-            where: rank and step.
-
         Raises:
             ConfigError: naming parameters without a gradient.
         """

@@ -115,11 +115,6 @@ class Moments:
 def load_moments(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, list[str]]:
     """Begin with the moments of a file.
 
-    Args:
-        path: of it, as `Moments` takes it.
-        module: the model, laid out.
-        optimizer: of its parameters.
-
     Returns:
         What was taken, in words, and descriptions of what did not fit; parameters without moments begin with new ones.
 

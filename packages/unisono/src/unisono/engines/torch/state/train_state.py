@@ -143,10 +143,6 @@ def count_parameters(build: Callable[[], nn.Module]) -> int:
 def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
     """Build the model on the CPU, in its own dtype.
 
-    Args:
-        build: a task's method, or an equivalent function.
-        seed: of the run.
-
     Raises:
         ConfigError: if the result is not a torch module, or has a parameter that not every layout can train.
     """
