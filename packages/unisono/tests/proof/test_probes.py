@@ -472,6 +472,20 @@ def test_padding_on_the_left_and_of_sorted_rows_is_padding_too(is_sorted: bool) 
     assert "pads 'x' to the longest" in found.padding and not found.collated
 
 
+def shift(samples: Any) -> Any:
+    """Inputs of a language model: all but the last token of rows that are padded at their end."""
+    longest = max(len(one["x"]) for one in samples)
+    rows = np.stack([np.pad(one["x"], (0, longest - len(one["x"]))) for one in samples])
+    return {"x": rows[:, :-1].astype(int), "next": rows[:, 1:].astype(int)}
+
+
+def test_a_token_that_the_longest_row_lacks_among_its_inputs_is_padding_as_well() -> None:
+    found = near(lambda x: float(x.size), shift)
+    assert "pads 'x' to the longest" in found.padding and not found.collated
+    found = near(lambda x: x.sum(), lambda samples: {"x": shift(samples)["x"] + len(samples)})
+    assert "collate() gives a row another 'x'" in found.collated and not found.padding
+
+
 def test_a_batch_that_is_normalised_gives_rows_other_numbers() -> None:
     def normalised(samples: Any) -> Any:
         first = np.array([one["x"][-1] for one in samples])

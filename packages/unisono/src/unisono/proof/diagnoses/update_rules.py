@@ -78,7 +78,8 @@ def consider_optimizer(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     facts, is_resumed = pattern.root, pattern.is_resumed
     if facts.kept_by_optimizer:
-        fault = FaultName.OPTIMIZER_STATE_LOST if is_resumed else diagnosis.fault
+        from_checkpoint = is_resumed or pattern.first.quantity == "update"  # which is made from the reference's
+        fault = FaultName.OPTIMIZER_STATE_LOST if from_checkpoint else diagnosis.fault
         because = f"{diagnosis.because}; an update changes {facts.kept_by_optimizer} of the optimizer, which no "
         because += "checkpoint has"
         return replace(build_diagnosis(fault, because), remedy=_KEPT_REMEDY)
