@@ -441,6 +441,20 @@ def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_th
     )
 
 
+def test_a_sample_that_the_next_one_is_written_into_is_told_with_the_attribute_that_has_its_memory() -> None:
+    def sample(task: Any, record: Any, context: Any) -> Any:
+        task.scratch[:] = record["x"].sum()
+        return {"x": task.scratch if task.reuses else task.scratch.copy()}
+
+    task: Any = Rows(sample)
+    task.scratch, task.reuses = np.zeros(3), True
+    found = probe_samples(task, task.data(), 0, ALL)
+    assert found.startswith("sample() changes the sample of a row when it makes the next one, which is memory of")
+    assert found.endswith("self.scratch: return a copy")
+    task.reuses = False
+    assert probe_samples(task, task.data(), 0, ALL) == ""
+
+
 def near(loss: Callable[[Any], float], collate: Any = None) -> RunFacts:
     task = Rows(collate=collate)
     samples = task.data()

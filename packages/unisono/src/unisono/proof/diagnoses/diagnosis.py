@@ -82,6 +82,8 @@ def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
         if quantity in quantities and (why := getattr(pattern.root, fact)):
             return build_diagnosis(fault, why)
     if quantity in _OF_PASSES and (wrong := _find_wrong_ranks(pattern)):  # other micro-batches compare no samples
+        if why := pattern.root.unstable_samples:
+            return build_diagnosis(FaultName.SAMPLES_BY_CALL, why)
         why = f"of the first rows, with the same generators, ranks {wrong} make other samples here"
         return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, why)
     is_later = quantity in ("outputs", "loss") and pattern.worst.step > 1 and not pattern.parts

@@ -25,6 +25,7 @@ from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
+from unisono.proof.recording.optimizer_settings import read_settings
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts.recording import model_facts
 from unisono.proof.scripts.recording.draws_seen import DrawsSeen
@@ -330,7 +331,7 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.seen.settings = model_facts.read_settings(optimizer)
+        self.seen.settings = read_settings(optimizer)
         if self._ema is None:  # copies, as the update before has left them
             self._copies = self._model_copies.find(self._model, self.steps)
             self._write("EMA", self.steps, self._copies)
