@@ -114,7 +114,7 @@ OTHERWISE = "The update is computed otherwise"
         (
             CountedTask,
             CountedInStateTask,
-            {OTHERWISE, "The state of the optimizer was lost"},
+            {"The state of the optimizer was lost"},
             "changes made of the optimizer",
         ),
         (LangevinTask, PlainTask, {OTHERWISE}, "the optimizer draws from torch's global generator ("),

@@ -69,6 +69,8 @@ FAULTY = [
     ("parted", ["penalty"], "A term is added once per micro-batch"),
     ("parted", ["weighted"], "The loss depends on the process"),
     ("parted", ["gathered"], "The gradients across samples depend on the layout"),
+    ("carried", ["broadcast"], "The loss depends on the layout"),
+    ("parted", ["local pairs over N"], "A statistic of the batch is taken of its parts"),
     ("selected", ["padded"], "The evaluation depends on the layout"),
     ("selected", ["teacher"], "The moving average drifts"),
     ("selected", ["average"], "The moving average drifts"),
@@ -108,6 +110,7 @@ SAID = [
     ("sampled", ["--dropout", "0.2", "dropout=off"], "another order of the same 100 rows"),
     ("with_accelerate", [], "16 rows in an update, and 8 on one process; the learning rate is that of one process"),
     ("clip", ["gather-with-grad"], "another order of the same 64 rows"),
+    ("carried", [], "8 rows in an update, and 4 on one process"),
     ("two_models", [], "16 rows in an update, and 8 on one process"),
 ]
 

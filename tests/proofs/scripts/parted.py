@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather, all_reduce
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+LOCAL, SUMMED = FAULT.startswith("local pairs"), FAULT in ("penalty", "local pairs over N")
 dist.init_process_group("gloo")
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
 ROWS, STEPS = 24, 3
@@ -20,7 +21,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
 def gather(rows: Tensor) -> Tensor:
     """The rows of all ranks, rank by rank."""
-    if FAULT == "local pairs":
+    if LOCAL:
         return rows
     if FAULT == "gathered":
         every = [torch.empty_like(rows) for _ in range(WORLD)]
@@ -48,10 +49,11 @@ for _ in range(STEPS):
     mine = slice(RANK * ROWS // WORLD, (RANK + 1) * ROWS // WORLD)
     x, y, reward = every_x[mine], every_y[mine], every_reward[mine]
     optimizer.zero_grad()
-    if FAULT in ("pairs", "local pairs", "gathered"):
+    if LOCAL or FAULT in ("pairs", "gathered"):
         left, right = net(x), net(x.roll(1, dims=1))
-        first = 0 if FAULT == "local pairs" else RANK * len(left)
+        first = 0 if LOCAL else RANK * len(left)
         loss = nn.functional.cross_entropy(left @ gather(right).T, torch.arange(len(left)) + first)
+        loss = loss / WORLD if SUMMED else loss
     elif FAULT in ("policy", "returns"):
         loss = -(net(x).log_softmax(1)[:, 0] * standardise(reward)).mean()
     elif FAULT in ("variance", "spread"):
@@ -66,6 +68,6 @@ for _ in range(STEPS):
     loss.backward()
     for parameter in net.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= 1 if FAULT == "penalty" else WORLD
+        parameter.grad /= 1 if SUMMED else WORLD
     optimizer.step()
 dist.destroy_process_group()

@@ -441,6 +441,20 @@ def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_th
     )
 
 
+def test_a_sample_that_the_next_one_is_written_into_is_told_with_the_attribute_that_has_its_memory() -> None:
+    def sample(task: Any, record: Any, context: Any) -> Any:
+        task.scratch[:] = record["x"].sum()
+        return {"x": task.scratch if task.reuses else task.scratch.copy()}
+
+    task: Any = Rows(sample)
+    task.scratch, task.reuses = np.zeros(3), True
+    found = probe_samples(task, task.data(), 0, ALL)
+    assert found.startswith("sample() changes the sample of a row when it makes the next one, which is memory of")
+    assert found.endswith("self.scratch: return a copy")
+    task.reuses = False
+    assert probe_samples(task, task.data(), 0, ALL) == ""
+
+
 def near(loss: Callable[[Any], float], collate: Any = None) -> RunFacts:
     task = Rows(collate=collate)
     samples = task.data()
@@ -470,6 +484,20 @@ def test_padding_on_the_left_and_of_sorted_rows_is_padding_too(is_sorted: bool) 
 
     found = near(lambda x: x.mean(axis=1).sum(), collate)
     assert "pads 'x' to the longest" in found.padding and not found.collated
+
+
+def shift(samples: Any) -> Any:
+    """Inputs of a language model: all but the last token of rows that are padded at their end."""
+    longest = max(len(one["x"]) for one in samples)
+    rows = np.stack([np.pad(one["x"], (0, longest - len(one["x"]))) for one in samples])
+    return {"x": rows[:, :-1].astype(int), "next": rows[:, 1:].astype(int)}
+
+
+def test_a_token_that_the_longest_row_lacks_among_its_inputs_is_padding_as_well() -> None:
+    found = near(lambda x: float(x.size), shift)
+    assert "pads 'x' to the longest" in found.padding and not found.collated
+    found = near(lambda x: x.sum(), lambda samples: {"x": shift(samples)["x"] + len(samples)})
+    assert "collate() gives a row another 'x'" in found.collated and not found.padding
 
 
 def test_a_batch_that_is_normalised_gives_rows_other_numbers() -> None:

@@ -149,7 +149,8 @@ OTHERWISE = "The update is computed otherwise"
 @pytest.mark.parametrize(
     ("facts", "sharded", "starts", "fault", "said"),
     [
-        ({"kept_by_optimizer": "made"}, False, [], OTHERWISE, "an update changes made of the optimizer, which no"),
+        # The update that is compared is made from the reference's checkpoint, in a run without an interruption too.
+        ({"kept_by_optimizer": "made"}, False, [], LOST, "an update changes made of the optimizer, which no"),
         ({"kept_by_optimizer": "made"}, False, [1], LOST, "an update changes made of the optimizer, which no"),
         ({"update_draws": "torch's global generator"}, False, [], OTHERWISE, "the optimizer draws from torch's global"),
         ({"coupled": "a"}, True, [], OTHERWISE, "on one process elements of a move otherwise where gradients of other"),
@@ -166,6 +167,16 @@ def test_what_decides_an_update_beside_gradients_is_told(
     assert diagnosed.fault == fault
     words = ("an update changes", "the optimizer draws", "on one process elements")
     assert said in diagnosed.because if said else not any(word in diagnosed.because for word in words)
+
+
+def test_a_setting_of_the_optimizer_that_a_layout_has_otherwise_is_told_with_both_values(tmp_path: Path) -> None:
+    found = pair(tmp_path, None, settings=[{"betas": [0.9, 0.998], "eps": [1e-8]}])
+    found[1].facts.settings = [{"betas": [0.9, 0.999], "eps": [1e-8]}]
+    diagnosed = diagnose(found, failed("optimizer state", 1))
+    assert diagnosed.fault == OTHERWISE and diagnosed.remedy == "give betas the same value on all layouts"
+    assert "betas of the optimizer is 0.9 and 0.998 instead of 0.9 and 0.999" in diagnosed.because
+    found[1].facts.settings = found[0].facts.settings
+    assert "of the optimizer is" not in diagnose(found, failed("optimizer state", 1)).because
 
 
 def test_clipped_gradients_of_a_later_step_do_not_explain_parameters(tmp_path: Path) -> None:

@@ -369,16 +369,25 @@ def test_tensors_of_one_rank_were_reduced_where_replicas_agree(tmp_path: Path, r
     assert named == ("The gradients depend on the layout" if reduced else "Some parameters are not synchronised")
 
 
-def test_a_factor_that_the_number_of_passes_explains_too_has_a_neutral_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fault"),
+    [
+        (1, 2, "All gradients are scaled by N"),  # as many rows in a pass, whose loss is divided as on one process
+        (2, 1, "The gradients depend on the layout"),  # a sum over passes, or over ranks
+    ],
+)
+def test_a_factor_that_the_number_of_passes_explains_too_is_told_with_both(
+    tmp_path: Path, ours: int, theirs: int, fault: str
+) -> None:
     gradients = {"a.B": np.ones(3), "b.B": np.arange(3.0)}
-    mine = trace(tmp_path / "mine", [[4, 4]], gradients)
-    reference = trace(tmp_path / "one", [[8]], {name: 2 * value for name, value in gradients.items()})
+    mine = trace(tmp_path / "mine", [[4, 4]], {name: ours * value for name, value in gradients.items()})
+    reference = trace(tmp_path / "one", [[8]], {name: theirs * value for name, value in gradients.items()})
     for rank in range(2):
-        write_tensors(mine.folder, f"local gradients {rank}", 0, {"0/a.B": np.ones(3)})
-    write_tensors(reference.folder, "local gradients 0", 0, {"0/a.B": np.ones(3), "1/a.B": np.ones(3)})
+        write_tensors(mine.folder, f"local gradients {rank}", 0, {f"{n}/a.B": np.ones(3) for n in range(ours)})
+    write_tensors(reference.folder, "local gradients 0", 0, {f"{n}/a.B": np.ones(3) for n in range(theirs)})
     found = diagnose((mine, reference), failed("raw gradients", 1))
-    assert found.fault == "The gradients depend on the layout"
-    assert "1 backward passes per update instead of 2" in found.because
+    assert found.fault == fault
+    assert f"{ours} backward passes per update instead of {theirs}" in found.because
 
 
 def test_a_hook_that_adds_the_same_with_every_backward_pass_is_no_term_of_the_loss(tmp_path: Path) -> None:

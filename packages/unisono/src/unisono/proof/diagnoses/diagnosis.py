@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.proof.comparison import ComparedQuantity, first_failure
-from unisono.proof.diagnoses import gradient_rules, loss_rules, predictions, update_rules
+from unisono.proof.diagnoses import clipping_rules, gradient_rules, loss_rules, predictions, report_rules, update_rules
 from unisono.proof.diagnoses.pattern import Pattern
 from unisono.proof.diagnoses.predictions import stepped_per_process
 from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
@@ -82,6 +82,8 @@ def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
         if quantity in quantities and (why := getattr(pattern.root, fact)):
             return build_diagnosis(fault, why)
     if quantity in _OF_PASSES and (wrong := _find_wrong_ranks(pattern)):  # other micro-batches compare no samples
+        if why := pattern.root.unstable_samples:
+            return build_diagnosis(FaultName.SAMPLES_BY_CALL, why)
         why = f"of the first rows, with the same generators, ranks {wrong} make other samples here"
         return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, why)
     is_later = quantity in ("outputs", "loss") and pattern.worst.step > 1 and not pattern.parts
@@ -351,8 +353,8 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "outputs": _diagnose_outputs,
     "loss": loss_rules.diagnose_loss,
     "raw gradients": gradient_rules.diagnose_gradients,
-    "gradient norm": gradient_rules.diagnose_norm,
-    "clipped gradients": gradient_rules.diagnose_clipped,
+    "gradient norm": clipping_rules.diagnose_norm,
+    "clipped gradients": clipping_rules.diagnose_clipped,
     "learning rate": _diagnose_lr,
     "update": update_rules.diagnose_update,
     "optimizer state": update_rules.diagnose_update,
@@ -360,9 +362,9 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "replicas": _diagnose_replicas,
     "buffers": _diagnose_buffers,
     "EMA": _diagnose_average,
-    "metrics": loss_rules.diagnose_metrics,
-    "evaluation": loss_rules.diagnose_evaluation,
-    "evaluation repeats": loss_rules.diagnose_repeated_evaluation,
+    "metrics": report_rules.diagnose_metrics,
+    "evaluation": report_rules.diagnose_evaluation,
+    "evaluation repeats": report_rules.diagnose_repeated_evaluation,
 }
 
 # What passes make: a neutral name of it is followed by what they leave behind.

@@ -1,4 +1,4 @@
-"""What it means that the loss, a metric or an evaluation is the first to differ.
+"""What it means that the loss is the first to differ.
 
 A name is given where a prediction reproduces what was observed (`predictions`); otherwise a neutral one, which says
 what the loss depends on, what was excluded, and what to look at.
@@ -47,7 +47,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     uneven = _uneven_counts(pattern)  # a factor between other micro-batches may be that of their counts
     if not uneven and (number := _scaled_by(pattern)) is not None:
         if passes := pattern.explain_factor_by_passes(worst.mine / worst.reference):
-            return build_diagnosis(FaultName.LOSS_BY_LAYOUT, passes)
+            shared = pattern.shares_passes
+            return build_diagnosis(FaultName.SCALED_LOSS if shared else FaultName.LOSS_BY_LAYOUT, passes)
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
         return build_diagnosis(FaultName.SCALED_LOSS, detail)
     if scaled := _scaled_terms(pattern):
@@ -391,29 +392,6 @@ def _diagnose_report(pattern: Pattern) -> Diagnosis:
     )
 
 
-def diagnose_metrics(pattern: Pattern) -> Diagnosis:
-    """Of metrics, where everything before them agrees."""
-    ours, theirs = pattern.step.metrics, pattern.reference_step.metrics
-    if any(values != ours[0] for values in ours):
-        return build_diagnosis(FaultName.METRIC_NOT_SUMMED, "ranks report different values of it")
-    if ours and theirs:
-        observed = {
-            f"metric/{name}": value
-            for name, value in ours[0].items()
-            if not predictions.is_equal(value, theirs[0].get(name, math.inf), pattern.rounding)
-        }
-        ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
-        if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
-            return build_diagnosis(FaultName.METRIC_NOT_SUMMED, f"'{pattern.worst.name}' is {found.words}")
-    if not pattern.parts and (why := find_unsummed(pattern, "metric", pattern.worst.name)):
-        remedy = "return its sum and its count over rows; what is neither, compute once from all rows (predictions)"
-        return replace(build_diagnosis(FaultName.STATISTIC_OF_PARTS, why), remedy=remedy)
-    return build_diagnosis(
-        FaultName.METRIC_BY_LAYOUT,
-        f"loss, gradients and weights agree, and no sum of a rank explains '{pattern.worst.name}'",
-    )
-
-
 def find_unsummed(pattern: Pattern, kind: str, name: str = "") -> str:
     """In words, how a metric, or any of the totals, is no sum over rows; empty where it is, or nobody looked."""
     found = []
@@ -422,31 +400,3 @@ def find_unsummed(pattern: Pattern, kind: str, name: str = "") -> str:
         if number.startswith(f"{kind}/") and name in ("", label):
             found.append(f"{f'the {part}' if part else 'totals()'} of '{label}' {said}")
     return "; ".join(found)
-
-
-def diagnose_repeated_evaluation(pattern: Pattern) -> Diagnosis:
-    """Of an evaluation that another one of the same weights and rows does not equal."""
-    facts = pattern.root
-    why = facts.evaluation_draws or facts.unstable_evaluation
-    because = f"made twice of the same weights and rows, it gives two results; {why}".removesuffix("; ")
-    drawn = facts.evaluation_draws or why.startswith("it draws from ")
-    return build_diagnosis(FaultName.RANDOM_EVALUATION if drawn else FaultName.EVALUATION_BY_CALL, because)
-
-
-def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
-    """Of an evaluation, where the training agrees."""
-    if pattern.root.unstable_evaluation:
-        return diagnose_repeated_evaluation(pattern)
-    ours = pattern.mine.facts.evaluation
-    if any(values != ours[0] for values in ours):
-        return build_diagnosis(FaultName.METRIC_NOT_SUMMED, "ranks report different values of it")
-    if why := pattern.root.unstable_forward:
-        return build_diagnosis(FaultName.FORWARD_BY_CALL, why)
-    theirs = pattern.reference.facts.held_out
-    if any(theirs.get(rows, digest) != digest for rows, digest in pattern.mine.facts.held_out.items()):
-        detail = "the held-out rows came out as other samples than on one process"
-        return build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, detail)
-    if why := pattern.root.evaluation_draws:
-        return build_diagnosis(FaultName.RANDOM_EVALUATION, why)
-    rows = ", and so do the held-out samples of every rank" if theirs else "; which rows were evaluated is not known"
-    return build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, f"the training agrees{rows}")

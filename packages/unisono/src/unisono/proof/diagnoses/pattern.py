@@ -180,6 +180,12 @@ class Pattern:
         ranks = range(self.world_size)
         return [(rank, one) for rank in ranks for one in read_local_gradients(self.mine, rank, self.number)]
 
+    @property
+    def shares_passes(self) -> bool:
+        """Whether a script's ranks make, all together, as many backward passes as one process."""
+        theirs = len(read_local_gradients(self.reference, 0, self.number))
+        return self.world_size > 1 and 0 < theirs == len(self.local_gradients)
+
     def explain_factor_by_passes(self, factor: float) -> str:
         """In words, that a script's backward passes are as many times as many; empty where they are not.
 

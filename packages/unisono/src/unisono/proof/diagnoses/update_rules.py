@@ -6,11 +6,14 @@ from dataclasses import replace
 
 from unisono.proof.diagnoses.pattern import Pattern
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
+from unisono.proof.recording.optimizer_settings import describe_other, find_other
 from unisono.runtime.fault_names import FaultName
 
 _KEPT_REMEDY = "keep it as a tensor in the optimizer's state of a parameter"
 _DRAWN_REMEDY = "draw for the whole parameter, by its name and the update (unisono.key), and take the part of the shard"
 _COUPLED_REMEDY = "compute norms and means of the whole parameter: of the DTensor itself, not of its local part"
+_SETTING_REMEDY = "give {} the same value on all layouts"
+_SAME = 1e-9  # relative, of settings that are computed alike
 # What the optimizer makes, and the names that say no more than that.
 _AFTER_THE_UPDATE = ("update", "optimizer state", "parameters", "replicas")
 _OF_UPDATES = (
@@ -77,8 +80,14 @@ def consider_optimizer(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.fault not in _OF_UPDATES or pattern.first.quantity not in _AFTER_THE_UPDATE:
         return diagnosis
     facts, is_resumed = pattern.root, pattern.is_resumed
+    ours, theirs = pattern.mine.facts.settings, pattern.reference.facts.settings
+    if (which := find_other(ours, theirs, _SAME)) is not None:
+        said = describe_other(which, ours, theirs, "instead of {}")
+        because = f"{diagnosis.because}; before the first update, {said}"
+        return replace(build_diagnosis(FaultName.UPDATE_BY_LAYOUT, because), remedy=_SETTING_REMEDY.format(which[1]))
     if facts.kept_by_optimizer:
-        fault = FaultName.OPTIMIZER_STATE_LOST if is_resumed else diagnosis.fault
+        from_checkpoint = is_resumed or pattern.first.quantity == "update"  # which is made from the reference's
+        fault = FaultName.OPTIMIZER_STATE_LOST if from_checkpoint else diagnosis.fault
         because = f"{diagnosis.because}; an update changes {facts.kept_by_optimizer} of the optimizer, which no "
         because += "checkpoint has"
         return replace(build_diagnosis(fault, because), remedy=_KEPT_REMEDY)

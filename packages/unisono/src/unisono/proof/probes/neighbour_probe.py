@@ -76,7 +76,10 @@ def _add_up(trial: Trial, batches: Sequence[dict[str, Any]]) -> dict[str, float]
 
 
 def _is_padded(alone: Mapping[str, Any], together: Mapping[str, Any]) -> bool:
-    """Whether a row beside others is the row alone, and before or after it one number again and again."""
+    """Whether a row beside others is the row alone, and before or after it one number again and again.
+
+    Of whole numbers one more may stand between: inputs of a language model lack the last token of the longest row.
+    """
     return alone.keys() == together.keys() and all(_fits(alone[name], together[name]) for name in alone)
 
 
@@ -92,4 +95,9 @@ def _fits(alone: Any, together: Any) -> bool:
         outside[inside] = False
         if np.array_equal(a, b[inside]) and len(np.unique(b[outside])) <= 1:
             return True
-    return False
+    longer = [axis for axis, (size, whole) in enumerate(zip(a.shape, b.shape, strict=True)) if size != whole]
+    if b.dtype.kind not in "iu" or len(longer) != 1:
+        return False
+    a, b = (np.moveaxis(array, longer[0], -1) for array in (a, b))
+    size = a.shape[-1]
+    return np.array_equal(a, b[..., :size]) and len(np.unique(b[..., size + 1 :])) <= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,6 +67,8 @@ def probe_samples(
         run_setup(one)
     own, other = (BatchBuilder(one, source, seed, "train", mask=mask) for one in (used, fresh))
     with restore_global_generators():
+        if why := _find_overwritten(used, own, indices):
+            return why
         once = [checksum(sample) for sample in own.pieces(indices)[1]]
         samples = own.pieces(indices)[1]
         rows = indices.rows.tolist()
@@ -83,6 +85,21 @@ def probe_samples(
                 before = "where other rows, or the same one for another epoch, were read before it"
                 return f"sample() of row {row} comes out otherwise {before}"
         return "" if packed or not samples else _collate_twice(used, samples)
+
+
+def _find_overwritten(task: Task, builder: BatchBuilder, indices: SampleIndices) -> str:
+    """Which array of a sample the next one is written into, and the attribute whose memory it is; empty for none."""
+    if len(indices) < 2:
+        return ""
+    first = builder.pieces(indices[:1])[1]
+    before = [checksum(sample) for sample in first]
+    builder.pieces(indices[1:2])
+    if [checksum(sample) for sample in first] == before:
+        return ""
+    arrays = [value for sample in first for value in (sample.values() if isinstance(sample, Mapping) else [sample])]
+    holders = [f"self.{name}" for name, value in vars(task).items() if any(_share_memory(value, a) for a in arrays)]
+    where = f", which is memory of {join_names(holders)}" if holders else ""
+    return f"sample() changes the sample of a row when it makes the next one{where}: return a copy"
 
 
 def _collate_twice(task: Task, samples: Sequence[Any]) -> str:

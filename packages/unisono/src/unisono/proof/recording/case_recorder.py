@@ -35,6 +35,7 @@ from unisono.proof.probes.sample_probe import digest_samples
 from unisono.proof.probes.state import describe_state, restore_state
 from unisono.proof.probes.trial import Trial
 from unisono.proof.probes.update_probe import probe_update
+from unisono.proof.recording.optimizer_settings import read_settings
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import (
     INITIAL_BUFFERS,
@@ -244,7 +245,11 @@ class _CaseRun:
         self.recorder.write("initial parameters", None, view.whole("parameters"))
         facts.initial_buffers = view.find_differing_buffers()
         if self.config.layout.engine == "torch":
+            from unisono.engines.torch.engine import TorchEngine
+
+            assert isinstance(self.engine, TorchEngine)
             facts.overlapping = find_overlapping(view.module)
+            facts.settings = read_settings(self.engine.train_state.optimizer)
         facts.crosses = resolve_features(self.task).cross_sample or ""
         facts.sharded = self.config.layout.strategy in ("fsdp", "hsdp")
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers

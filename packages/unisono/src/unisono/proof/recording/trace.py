@@ -173,6 +173,7 @@ class RunFacts:
     kept_by_optimizer: str = ""
     coupled: str = ""
     sharded: bool = False
+    settings: list[dict[str, list[float]]] = field(default_factory=list)  # of the optimizer, before the first update
 
     # The evaluation after the last step, rank by rank, once and again; and a digest of every held-out micro-batch.
     evaluation: list[dict[str, float]] = field(default_factory=list)

@@ -318,6 +318,9 @@ def _complete(
     """Add what the run shows by itself, and take back what two runs of other rows cannot show."""
     gradients_agree = any(c.quantity == "raw gradients" and c.mark == "PASS" for c in judged.compared)
     rows, since = script_rows.explain_other_rows(mine, reference)
+    apart = next((c.worst.step for c in judged.compared if c.quantity == "raw gradients" and c.mark == "FAIL"), 0)
+    if rows and apart and script_rows.are_weighted_otherwise(mine, reference, apart - 1):
+        rows = ""  # whatever is beside these rows, padding say, does not matter
     drawn = _DRAWS if mine.facts.random or reference.facts.random else ""
     rates = "global batch" not in rows and not reference.facts.rate_by_loss  # do not depend on rows
 

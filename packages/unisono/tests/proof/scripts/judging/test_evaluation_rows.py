@@ -112,3 +112,16 @@ def test_numbers_are_those_after_the_last_exchange_and_before_training_goes_on()
     seen.begin_training()
     seen.hear("item", [value])
     assert (seen.rows, seen.length, seen.updates, seen.numbers) == ([0, 1], 4, 3, [0.5])
+
+
+def test_a_batch_that_is_labelled_without_gradients_before_it_is_trained_on_is_none_of_an_evaluation() -> None:
+    data = DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2)
+    seen, training, held_out = EvaluationsSeen(), iter(data), iter(data)
+    for batch in ([0, 1], [2, 3]):
+        seen.add(training, batch)
+        seen.begin_training()
+    seen.end_reading(training, 4, 2)
+    assert seen.rows == []
+    seen.add(held_out, [0, 1])
+    seen.end_reading(held_out, 2, 2)
+    assert seen.rows == [0, 1]

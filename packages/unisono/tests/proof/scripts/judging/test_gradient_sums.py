@@ -6,7 +6,7 @@ import pytest
 
 from packages.unisono.tests.proof.script_traces import DRAW, OWN, combine
 from unisono.proof.recording.trace import Array
-from unisono.proof.scripts.judging.gradient_sums import explain_reduction, is_left_alone
+from unisono.proof.scripts.judging.gradient_sums import explain_reduction, have_other_weights, is_left_alone
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,17 @@ def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> No
     passes = [[{"a": DRAW.normal(size=12)} for _ in range(2)] for _ in range(2)]
     last = [{"a": (passes[0][0]["a"] + passes[1][0]["a"]) / 2 + rank[1]["a"]} for rank in passes]
     assert is_left_alone(passes, last, ["a"], "fp64")
+
+
+def test_only_sums_of_all_the_same_parts_are_weighted_otherwise() -> None:
+    own = [{"a": DRAW.normal(size=(4, 5))} for _ in range(2)]
+
+    def add(*weights: float) -> dict[str, Array]:
+        return {"a": sum(w * one["a"] for w, one in zip(weights, own, strict=True))}  # type: ignore[dict-item]
+
+    assert have_other_weights(own, add(0.5, 0.5), add(0.625, 0.375), "fp64")
+    assert not have_other_weights(own, add(0.5, 0.5), add(0.5, 0.5), "fp64")
+    assert not have_other_weights(own, add(0.5, 0.5), add(1, 0), "fp64")  # one process reads the rows of rank 0 alone
+    assert not have_other_weights(own, add(0.5, 0.5), {"a": DRAW.normal(size=(4, 5))}, "fp64")  # of other rows
+    few = [{"a": one["a"][0]} for one in own]
+    assert not have_other_weights(few, {"a": few[0]["a"] + few[1]["a"]}, {"a": few[0]["a"] + 2 * few[1]["a"]}, "fp64")

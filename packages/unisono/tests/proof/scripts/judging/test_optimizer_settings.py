@@ -9,8 +9,8 @@ import torch
 
 from packages.unisono.tests.proof.script_traces import write_script_trace
 from unisono.proof.diagnoses.remedies import build_diagnosis
+from unisono.proof.recording.optimizer_settings import read_settings
 from unisono.proof.scripts.judging.optimizer_settings import add_settings
-from unisono.proof.scripts.recording.model_facts import read_settings
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.runtime.fault_names import FaultName
 

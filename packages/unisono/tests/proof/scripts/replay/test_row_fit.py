@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.proof.scripts.replay.row_fit import OF_THESE, describe_fit, find_rows, fit_parts
+from unisono.proof.scripts.replay.row_fit import RowFit, describe_fit, find_rows, fit_parts
 
 RETURNS = torch.tensor([0.3, -1.2, 2.0, 0.7, 1.1, -0.4, 0.9, 1.6], dtype=torch.float64)
 
@@ -22,10 +22,11 @@ def test_rows_are_found_in_any_order_and_not_where_one_is_missing_or_there_twice
 
 def test_what_is_standardised_by_the_rows_of_a_rank_is_told_from_what_is_multiplied() -> None:
     mine, every = RETURNS[:6], standardise(RETURNS)[:6]
-    assert OF_THESE in describe_fit(every, standardise(mine))
-    assert OF_THESE not in describe_fit(every, 2 * every + 0.5)
-    assert describe_fit(every, every.clone()) == ""
-    assert describe_fit(every, every**2).startswith("no multiple")
+    standard, doubled, squared = (describe_fit(every, one) for one in (standardise(mine), 2 * every + 0.5, every**2))
+    assert standard is not None and standard.standardised and "their mean is 0" in standard.words
+    assert doubled is not None and not doubled.standardised and doubled.words.startswith("2 times")
+    assert describe_fit(every, every.clone()) is None
+    assert squared == RowFit("no multiple of what one process has for the same rows")
 
 
 def test_parts_that_are_scaled_by_their_own_statistics_are_found_by_stride_and_by_stretch() -> None:

@@ -11,7 +11,7 @@ from packages.unisono.tests.proof.script_traces import build_step, write_script_
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_replay
-from unisono.proof.scripts.replay.rows_read import describe_epoch, judge_reading
+from unisono.proof.scripts.replay.rows_read import describe_epoch, describe_repeated_order, judge_reading
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,24 @@ def test_another_order_of_the_same_epoch_is_no_fault(tmp_path: Path) -> None:
     mine, one = write_runs(tmp_path / "b", ([[0], [1]], [3, 2]), ([["a"], ["b"]], ["d", "c"]), epochs=epochs)
     found, _ = judge_reading(mine, one, "other rows")
     assert (found.mark, "no row was read by both" in found.why) == ("PASS", True)
+
+
+def write_rows(folder: Path, updates: list[list[int]]) -> ScriptTrace:
+    """A run of one process that reads these rows in its updates."""
+    return write_script_trace(folder, [[RankFacts()]] * len(updates), [build_step([rows]) for rows in updates])
+
+
+def test_an_order_that_only_many_processes_repeat_in_the_second_epoch_is_a_fault(tmp_path: Path) -> None:
+    order, other = np.random.default_rng(0).permutation(48), np.random.default_rng(1).permutation(48)
+    first, second = ([one[n : n + 12].tolist() for n in range(0, 48, 12)] for one in (order, other))
+    once, anew = write_rows(tmp_path / "once", first), write_rows(tmp_path / "anew", first + second[:2])
+    again = write_rows(tmp_path / "again", first + first[:2])
+    assert "update 5 begins another epoch" in describe_repeated_order(again, anew)
+    assert describe_repeated_order(anew, anew) == ""
+    assert describe_repeated_order(again, again) == ""  # neither shuffles
+    assert describe_repeated_order(again, once) == ""  # one process has not come to its second epoch
+    few = write_rows(tmp_path / "few", [[0, 1], [2, 3], [0, 1]])
+    assert describe_repeated_order(few, write_rows(tmp_path / "other", [[0, 1], [2, 3], [0, 2]])) == ""  # chance
 
 
 def test_numbers_that_each_rank_gives_its_own_rows_are_not_compared_with_those_of_one_process(tmp_path: Path) -> None:

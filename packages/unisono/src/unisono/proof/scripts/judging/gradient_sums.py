@@ -18,6 +18,8 @@ from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.trace import Array
 from unisono.runtime.text import join_names
 
+_LEAST_ELEMENTS = 8  # of a gradient for every part, of which it can hardly be a sum by chance
+_PART = 1e-3  # of the largest weight: that of a part that is there, and by what weights are others
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}  # relative, by the precision of a run
 
 
@@ -72,6 +74,26 @@ def explain_reduction(
         return WeightedSum(tuple(equal))
     fitted = np.linalg.lstsq(columns, wanted, rcond=None)[0].tolist()
     return WeightedSum(None, off) if find_off(fitted) else WeightedSum(tuple(fitted))
+
+
+def have_other_weights(
+    own: Sequence[Mapping[str, Array]], mine: Mapping[str, Array], reference: Mapping[str, Array], precision: str
+) -> bool:
+    """Whether two gradients are sums of the same parts, of every one of them, and with other weights.
+
+    Args:
+        own: what each backward pass of every rank has computed.
+        mine: of the ranks' update.
+        reference: of that of one process.
+        precision: of the runs.
+    """
+    elements = sum(value.size for value in reference.values())
+    if len(own) < 2 or elements < _LEAST_ELEMENTS * len(own):
+        return False
+    ours, theirs = (predictions.fit_weights(made, own, ROUNDING[precision]) for made in (mine, reference))
+    if ours is None or theirs is None or min(theirs) < _PART * max(theirs):
+        return False
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) > _PART * max(theirs)
 
 
 def _flatten(values: Mapping[str, Array], like: Mapping[str, Array]) -> NDArray[np.float64]:

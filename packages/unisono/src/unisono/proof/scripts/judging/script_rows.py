@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from unisono.proof.recording.gradient_sample import sample_elements
+from unisono.proof.recording.local_gradients import read_local_gradients
+from unisono.proof.scripts.judging.gradient_sums import have_other_weights
 from unisono.proof.scripts.judging.self_check import computes_in_parts
 from unisono.proof.scripts.recording.rank_facts import (
     RankFacts,
@@ -93,6 +96,20 @@ def explain_other_rows(mine: ScriptTrace, reference: ScriptTrace) -> tuple[str, 
         if reason is not None:
             return reason, step + 1
     return "", 0
+
+
+def are_weighted_otherwise(mine: ScriptTrace, reference: ScriptTrace, step: int) -> bool:
+    """Whether the gradients of a step, from 0, are sums of the same parts of the same rows, with other weights.
+
+    Then the ranks have computed what one process computes of these rows, however they are padded, and only add it up
+    otherwise.
+    """
+    m, r = mine.facts.steps[step], reference.facts.steps[step]
+    if not m.rows or m.rows != r.rows or mine.precision != "fp64":
+        return False
+    own = [one for rank in range(len(m.by_rank)) for one in read_local_gradients(mine, rank, step)]
+    ours, theirs = (sample_elements(trace.tensors("raw gradients", step)) for trace in (mine, reference))
+    return have_other_weights(own, ours, theirs, mine.precision)
 
 
 def _explain_numbers(mine: ScriptTrace, reference: ScriptTrace, step: int) -> str | None:

@@ -54,5 +54,6 @@ class EvaluationsSeen:
             self.numbers = []
 
     def begin_training(self) -> None:
-        """The script trains again."""
+        """The script trains again: what it reads on is no evaluation, nor is a batch whose labels it has made so."""
         self._listens = False
+        self._open.clear()

@@ -36,23 +36,6 @@ def held_parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def read_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, list[float]]]:
-    """The numbers that an optimizer computes with beside its learning rates, group by group and by name."""
-    return [
-        {
-            name: [float(one) for one in (value if isinstance(value, list | tuple) else [value])]
-            for name, value in group.items()
-            if name not in ("params", "lr", "initial_lr") and _is_numeric(value)
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _is_numeric(value: Any) -> bool:
-    each = value if isinstance(value, list | tuple) else [value]
-    return bool(each) and all(isinstance(one, int | float) for one in each)
-
-
 def find_scratch(model: nn.Module, held: set[int]) -> set[int]:
     """Buffers that optimizers hold and that no checkpoint has, by `id`: each rank's rows of a sparse embedding."""
     found = {id(one) for one in model.buffers()} & held

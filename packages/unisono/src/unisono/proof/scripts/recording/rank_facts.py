@@ -35,7 +35,7 @@ class RankFacts:
         sources: how many rows each data set of a `DataLoader` has; -1 where that is not known.
         drawn: by generator that has drawn outside of forward passes since the update before, a digest of its state.
         settings: the numbers that its optimizer computes with beside learning rates, group by group and by name.
-        exchanged: the collectives inside of passes, with the line that has called each.
+        exchanged: by collective inside of passes, with the line that has called it, what kind of exchange it is.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class RankFacts:
     sources: list[int] = field(default_factory=list)
     drawn: dict[str, int] = field(default_factory=dict)
     settings: list[dict[str, list[float]]] = field(default_factory=list)
-    exchanged: list[str] = field(default_factory=list)
+    exchanged: dict[str, str] = field(default_factory=dict)
 
 
 class ScriptTrace(Trace):

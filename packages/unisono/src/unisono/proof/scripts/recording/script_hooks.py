@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -18,19 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from unisono.proof.scripts.recording.model_facts import held_parameters
 from unisono.proof.scripts.recording.rank_progress import RankProgress
 from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
 from unisono.proof.scripts.recording.rows_seen import FetchedRows, digest_rows
 from unisono.proof.scripts.recording.script_collectives import ScriptCollectives
 from unisono.proof.scripts.recording.script_recorder import Records, World
-from unisono.proof.scripts.recording.trained_model import find_model
+from unisono.proof.scripts.recording.trained_model import TrainedModules, find_model, is_redirected, is_transformed
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replayed_run import ReplayedRun
@@ -130,10 +127,7 @@ class ScriptWatch:
         self.has_callback = False
         self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
         self._evaluation: dict[str, float] = {}
-        self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
-        self._trained: set[int] = set()
-        self._kept: list[Any] = []  # models whose ids are held, which must not be given to others
+        self._modules = TrainedModules()
         self._inside = False  # of a forward pass of the model
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched = FetchedRows()
@@ -203,7 +197,8 @@ class ScriptWatch:
             evaluations.updates,
             evaluations.numbers,
             "" if replay is None else replay.scaled,
-            [] if replay is None else replay.beside,
+            [] if replay is None else [one.words for one in replay.beside],
+            replay is not None and all(one.standardised for one in replay.beside),
         )
         write_reading(self._world.folder, self._world.rank, facts, self._fetched.list_epochs())
 
@@ -249,7 +244,7 @@ class ScriptWatch:
 
     def _on_creation(self, original: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **named: Any) -> None:
         original(optimizer, *args, **named)
-        self._optimizers.append(weakref.ref(optimizer))
+        self._modules.add_optimizer(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._updates += 1
@@ -309,24 +304,9 @@ class ScriptWatch:
         if self.records is None:
             self.progress.begin_records()
             model = find_model(optimizers)
-            self._add_members(model)
+            self._modules.add(model)
             self.records = Records(self._world, model, None)
         return self.records
-
-    def _follow_new(self, module: nn.Module) -> None:
-        """Record the models of optimizers that came later, if a module that is in none of the known ones is theirs."""
-        own = {id(parameter) for parameter in module.parameters()} - self._trained
-        optimizers = self._living_optimizers() if own else []
-        later = [one for one in optimizers if own & {id(parameter) for parameter in held_parameters(one)}]
-        if later and self.records is not None:
-            model = find_model(later)
-            self._add_members(model)
-            self.records.follow(model)
-
-    def _add_members(self, model: nn.Module) -> None:
-        self._kept.append(model)
-        self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
-        self._trained |= {id(parameter) for parameter in model.parameters()}
 
     def _on_receive(self, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         if self.records is None:
@@ -347,21 +327,22 @@ class ScriptWatch:
     # passes ----------------------------------------------------------------------------------------------------------
 
     def _on_forward(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or self._inside or _is_transformed() or _is_redirected(module):
+        if torch.compiler.is_compiling() or self._inside or is_transformed() or is_redirected(module):
             return original(module, *args, **named)
         if not (module.training and torch.is_grad_enabled()):
             evaluates = not (module.training or torch.is_grad_enabled())
-            if evaluates and self._fetched.has_latest and self._is_trained(module):
+            if evaluates and self._fetched.has_latest and self._modules.is_trained(module):
                 self._fetched.drop_latest()
             return original(module, *args, **named)
         with self._loss_inputs.paused():
             if self.records is None:
-                if self._is_trained(module) and has_joined(self._world.size):  # a script may join after a trial
-                    self._begin(self._living_optimizers())
-            elif id(module) not in self._members:
-                self._follow_new(module)
+                if self._modules.is_trained(module) and has_joined(self._world.size):  # it may join after a trial
+                    self._begin(self._modules.list_optimizers())
+            elif module not in self._modules and (later := self._modules.find_later(module)) is not None:
+                self._modules.add(later)
+                self.records.follow(later)
         records = self.records
-        if records is None or id(module) not in self._members:
+        if records is None or module not in self._modules:
             return original(module, *args, **named)
         self._fetched.evaluations.begin_training()
         self._loss_inputs.begin_forward()
@@ -382,13 +363,6 @@ class ScriptWatch:
             records.after_forward()
             self._loss_inputs.end_forward(outputs)
 
-    def _living_optimizers(self) -> list[Optimizer]:
-        return [one for reference in self._optimizers if (one := reference()) is not None]
-
-    def _is_trained(self, module: nn.Module) -> bool:
-        held = self._trained or {id(parameter) for parameter in held_parameters(*self._living_optimizers())}
-        return any(id(parameter) in held for parameter in module.parameters())
-
     def _on_backward(self, original: Callable[..., Any], /, tensors: Any, *args: Any, **named: Any) -> Any:
         inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
         if not inside:
@@ -403,7 +377,7 @@ class ScriptWatch:
                 if self.records.before_backward(of_batch):
                     self._rows = []
             self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
-            self.records.seen.exchanged += self._collectives.take()
+            self.records.seen.exchanged |= self._collectives.take()
             self._rows += self._fetched.take_pass()
             self.records.seen.sources = self._fetched.lengths
         return original(tensors, *args, **named)
@@ -425,7 +399,7 @@ class ScriptWatch:
 
     def _on_batch(self, original: Callable[..., Any], /, iterator: Any) -> Any:
         if self.records is not None:
-            self.records.follow_draws()
+            self.records.draws.follow()
         with self._loss_inputs.paused():
             try:
                 batch = original(iterator)
@@ -433,7 +407,7 @@ class ScriptWatch:
                 self._fetched.end_reading(iterator, 0 if self.records is None else self.records.steps)
                 raise
         if self.records is not None:
-            self.records.skip_draws()
+            self.records.draws.skip()
         rows = self._fetched.fetch(iterator)
         if not torch.is_grad_enabled():
             return batch
@@ -449,17 +423,6 @@ def _wrap(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[.
         return watch(original, *args, **named)
 
     return call
-
-
-def _is_redirected(module: nn.Module) -> bool:
-    """Whether Lightning calls its training step through this; on one process it calls that step alone."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    return getattr(vars(inner).get("forward"), "__qualname__", "").startswith("_ForwardRedirection.")
-
-
-def _is_transformed() -> bool:
-    """Whether this runs inside of `torch.func.vmap`, `grad` and the like, whose tensors have no values to read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:

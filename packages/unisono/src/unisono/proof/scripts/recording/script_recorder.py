@@ -25,8 +25,10 @@ from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
+from unisono.proof.recording.optimizer_settings import read_settings
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts.recording import model_facts
+from unisono.proof.scripts.recording.draws_seen import DrawsSeen
 from unisono.proof.scripts.recording.model_copies import ModelCopies
 from unisono.proof.scripts.recording.model_facts import by_plain_name
 from unisono.proof.scripts.recording.owned_state import find_pieces, gather_owned
@@ -122,10 +124,9 @@ class Records:
         self._clean: bool | None = None  # of the same update
         self._clips = False  # whether a rank has clipped its gradients
         self._updated: set[int] = set()  # what the optimizers hold that made an update, by `id`
-        self._random, self._generators, self._inputs = False, list[int](), 0  # inputs of passes that are through
-        self._outside: dict[str, int] = {}  # states of generators after the last forward pass
+        self._inputs = 0  # of passes that are through
         host = self._group.gather(model_facts.host_generators(), "the states of generators")
-        self._own_host = any(states != host[0] for states in host)  # else ranks draw alike from them
+        self.draws = DrawsSeen(own_host=any(states != host[0] for states in host))
         self._begin(self._parameters())
         self._write("initial parameters", None, self._parameters())
         if self._optimizer is not None:
@@ -200,7 +201,7 @@ class Records:
             "loss": None if loss is None else float(loss),
             "metrics": None if metrics is None else {name: float(value) for name, value in metrics.items()},
             "clean": self._clean,
-            "random": self._random,
+            "random": self.draws.random,
             "seen": asdict(self.seen),
         }
         self._gather_reported()
@@ -330,7 +331,7 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.seen.settings = model_facts.read_settings(optimizer)
+        self.seen.settings = read_settings(optimizer)
         if self._ema is None:  # copies, as the update before has left them
             self._copies = self._model_copies.find(self._model, self.steps)
             self._write("EMA", self.steps, self._copies)
@@ -364,29 +365,15 @@ class Records:
         for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
             if torch.is_autocast_enabled(device):
                 self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        outside = model_facts.name_generators()
-        self.seen.drawn |= {name: now for name, now in outside.items() if now != self._outside.get(name, now)}
-        self._generators = model_facts.generator_digests(self._own_host) if self._model.training else []
+        self.seen.drawn |= self.draws.begin_forward(training=self._model.training)
 
     def after_forward(self) -> None:
         """Called after it: what it drew is seen by the generators."""
-        self.follow_draws()
-        self._outside = model_facts.name_generators()
-
-    def follow_draws(self, of_batch: bool = False) -> None:
-        """See what was drawn since it was called last: by a pass, or by torch's generators for a batch to come."""
-        before, self._generators = self._generators, self._generators and model_facts.generator_digests(self._own_host)
-        own = len(before) - 2 * self._own_host  # those of torch come first
-        self._random |= before[own:] != self._generators[own:] if of_batch else before != self._generators
-
-    def skip_draws(self) -> None:
-        """What was drawn since is of a batch that a `DataLoader` has returned."""
-        self._generators = self._generators and model_facts.generator_digests(self._own_host)
+        self.draws.end_forward()
 
     def before_backward(self, of_batch: bool = False) -> bool:
         """Called before a backward pass; whether the passes before it were of no update, as the script has cleared."""
-        self.follow_draws(of_batch)
-        self._generators = []
+        self.draws.end_pass(of_batch)
         self.seen.evaluating = sorted({*self.seen.evaluating, *model_facts.evaluating_modules(self._model)})
         given = [p.grad for p in self._model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
         cleared = self._local.has_gradient and not any(dense(gradient).any() for gradient in given)

@@ -20,10 +20,9 @@ from unisono.proof.recording.trace import Array
 from unisono.proof.scripts.judging.gradient_sums import ROUNDING
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
-from unisono.proof.scripts.recording.script_collectives import HARMLESS
+from unisono.proof.scripts.recording.script_collectives import Exchange
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_plan import plan_replay, reads_numbers
-from unisono.proof.scripts.replay.row_fit import OF_THESE
 from unisono.proof.verdict import Verdict
 from unisono.runtime.fault_names import FaultName
 
@@ -39,18 +38,24 @@ class Computed:
         loss: that it has called `backward` on, over all passes.
         gradient: elements of it, before anything is reduced.
         beside: in words, how what goes into the loss past the model is another than one process has for the same rows.
+        standardised: whether all of that is what a statistic of these rows makes.
         numbers: whether numbers that follow the rows may have stayed those of other rows.
     """
 
     loss: float
     gradient: Mapping[str, Array]
     beside: Sequence[str] = ()
+    standardised: bool = False
     numbers: bool = False
 
     def equals(self, other: Computed, limit: float) -> bool:
         """Whether both are the same to rounding."""
         same = predictions.is_equal(self.loss, other.loss, limit)
         return same and predictions.reproduces(self.gradient, other.gradient, limit)
+
+    def times(self, factor: float) -> Computed:
+        """What it would be if the loss were so many times as large."""
+        return replace(self, loss=factor * self.loss, gradient={n: factor * g for n, g in self.gradient.items()})
 
 
 def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: ScriptTrace) -> None:
@@ -69,10 +74,11 @@ def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: S
     if not whole.gradient or len(known) < size or any(not rank.gradient for rank in ranks):
         return
     limit = ROUNDING[mine.precision]
-    exchanged = [line for rank in mine.ranks[0] for line in rank.exchanged]
-    if all(one.equals(rank, limit) for one, rank in zip(known, ranks, strict=True)):
+    exchanged = {line: kind for rank in mine.ranks[0] for line, kind in rank.exchanged.items()}
+    if (factor := find_factor(ranks, known, limit)) is not None:
         twice = _compute_alone(runs, case, mine, [0, 0]) if _is_sum(mine, ranks, limit) else None
-        judged.diagnosis = explain_parts(ranks, known, whole, twice, limit) or found
+        known, twice = [one.times(factor) for one in known], twice and twice.times(factor)
+        judged.diagnosis = explain_parts(ranks, known, whole, twice, limit, factor) or found
     elif any(one.numbers for one in known):
         return
     elif first.quantity == "raw gradients" and exchanged:
@@ -81,21 +87,39 @@ def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: S
         judged.diagnosis = explain_process(ranks, known, limit) or found
 
 
+def find_factor(ranks: Sequence[Computed], alone: Sequence[Computed], limit: float) -> float | None:
+    """How many times what one process computes of the rows of each rank alone is what that rank computes.
+
+    1, or what the number of processes makes of a loss that is divided by it or multiplied; None where it is neither.
+    """
+    pairs = list(zip(ranks, alone, strict=True))
+    for factor in (1.0, 1 / len(ranks), float(len(ranks))):
+        if all(one.times(factor).equals(rank, limit) for rank, one in pairs):
+            return factor
+    return None
+
+
 def explain_parts(
-    ranks: Sequence[Computed], alone: Sequence[Computed], whole: Computed, twice: Computed | None, limit: float
+    ranks: Sequence[Computed],
+    alone: Sequence[Computed],
+    whole: Computed,
+    twice: Computed | None,
+    limit: float,
+    factor: float = 1.0,
 ) -> Diagnosis | None:
     """The fault where every rank computes what one process computes of its rows alone.
 
     Args:
         ranks: what each of them has computed.
-        alone: what one process has computed of the rows of each.
+        alone: what one process has computed of the rows of each, times the factor.
         whole: of all rows.
-        twice: of the rows of rank 0 two times, where gradients are added up over ranks.
+        twice: of the rows of rank 0 two times, times the factor, where gradients are added up over ranks.
         limit: relative difference that is rounding.
+        factor: by which the number of processes has changed it.
     """
     if said := "; ".join(line for one in alone for line in one.beside):
         detail = f"what goes into the loss past the model is another for the same rows: {said}"
-        by_own = all(OF_THESE in line for one in alone for line in one.beside)
+        by_own = all(one.standardised for one in alone if one.beside)
         return build_diagnosis(FaultName.STATISTIC_OF_PARTS if by_own else FaultName.LOSS_BY_PROCESS, detail)
     if twice is not None and _adds_once(ranks, alone[0], whole, twice, limit):
         detail = (
@@ -105,6 +129,7 @@ def explain_parts(
         fault = build_diagnosis(FaultName.TERM_PER_MICRO_BATCH, detail)
         return replace(fault, remedy="divide it by the number of processes, or average gradients over ranks")
     each = "of each rank's rows alone, one process computes the loss and the gradient of that rank"
+    each += "" if factor == 1 else f", which are {factor:.6g} times that by the number of processes"
     losses = [sum(rank.loss for rank in ranks), sum(rank.loss for rank in ranks) / len(ranks)]
     if any(predictions.is_equal(loss, whole.loss, limit) for loss in losses):
         detail = (
@@ -134,11 +159,11 @@ def _adds_once(ranks: Sequence[Computed], alone: Computed, whole: Computed, twic
 
 
 def explain_exchange(
-    ranks: Sequence[Computed], whole: Computed, exchanged: Sequence[str], found: Diagnosis, limit: float
+    ranks: Sequence[Computed], whole: Computed, exchanged: Mapping[str, str], found: Diagnosis, limit: float
 ) -> Diagnosis:
     """The fault where ranks exchange values while they compute, and only gradients are wrong; else what was found."""
     total = sum(rank.loss for rank in ranks)
-    without = [line for line in exchanged if not line.endswith(HARMLESS)]
+    without = [line for line, kind in exchanged.items() if kind == Exchange.ROWS]
     if not without or not any(predictions.is_equal(loss, whole.loss, limit) for loss in (total, total / len(ranks))):
         return found
     detail = (
@@ -185,4 +210,5 @@ def _compute_alone(runs: ScriptRuns, case: Case, mine: ScriptTrace, ranks: list[
     reading = read_reading(trace.folder, 0)
     if not wanted or wanted != Counter(trace.ranks[0][0].inputs) or reading is None or reading.reason:
         return None
-    return replace(_read(trace, 0), beside=reading.beside, numbers=reads_numbers(trace))
+    made = _read(trace, 0)
+    return replace(made, beside=reading.beside, standardised=reading.standardised, numbers=reads_numbers(trace))

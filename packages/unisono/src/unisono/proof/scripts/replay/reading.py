@@ -31,6 +31,7 @@ class ReadingFacts:
         numbers_of_it: that the script has read after it, and after the last exchange between ranks.
         scaled: in words, how the rows of the ranks are those that this run reads, scaled; empty if they are not.
         beside: in words, how what ranks give to the loss past the model is another than this run has for the same rows.
+        standardised: whether all of that is what a statistic of the rows of one rank makes.
     """
 
     has_batches: bool
@@ -47,6 +48,7 @@ class ReadingFacts:
     numbers_of_it: list[float] = field(default_factory=list)
     scaled: str = ""
     beside: list[str] = field(default_factory=list)
+    standardised: bool = False
 
 
 def write_reading(folder: Path, rank: int, facts: ReadingFacts, epochs: Sequence[NDArray[np.int64]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.proof.scripts.replay.batch_joining import join_batches
 from unisono.proof.scripts.replay.content_store import ContentStore, NotKeptError, StoredTensor, map_leaves
-from unisono.proof.scripts.replay.row_fit import describe_fit, find_rows, fit_parts
+from unisono.proof.scripts.replay.row_fit import RowFit, describe_fit, find_rows, fit_parts
 
 How = Literal["side by side", "in turn"]
 _CONTENT = "content"
@@ -141,7 +141,7 @@ class RowReplay:
 
     Attributes:
         reason: why a batch could not be given; empty if all were.
-        beside: in words, how what one rank gave to the loss past the model differs from what is here for the same rows.
+        beside: how what one rank gave to the loss past the model differs from what is here for the same rows.
     """
 
     def __init__(self, folder: Path, ranks: Sequence[int], how: How) -> None:
@@ -155,7 +155,7 @@ class RowReplay:
         self._counts: dict[int, list[int | None]] = {}  # rows of the ranks in a pass
         self._rows_here: list[int] | None = None  # places of the rows of one rank among those of the first pass here
         self.reason = ""
-        self.beside: list[str] = []
+        self.beside: list[RowFit] = []
         self._fits: list[tuple[tuple[float, float], ...] | None] = []  # of the first batches here to those of the ranks
 
     @property
@@ -232,7 +232,7 @@ class RowReplay:
             and len(tensor) > max(here)
             and (said := describe_fit(tensor[here], result))
         ):
-            self.beside.append(f"a tensor of shape {tuple(result.shape)} is {said}")
+            self.beside.append(replace(said, words=f"a tensor of shape {tuple(result.shape)} is {said.words}"))
         return result
 
     def keep_beside(self, window: int, number: int, tensor: Tensor) -> None:

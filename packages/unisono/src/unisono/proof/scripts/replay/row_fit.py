@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-OF_THESE = "by a statistic of these rows"  # in the words for what has been standardised
 _EXACT = 1e-9  # relative; values of a run in fp64 that are the same are closer
 _STANDARD = 1e-5  # what is added to a deviation that is divided by may come to
 _LEAST = 4  # rows more than the two numbers that are fitted
+_NO_MULTIPLE = "no multiple of what one process has for the same rows"
+
+
+@dataclass(frozen=True)
+class RowFit:
+    """How given rows differ from the native ones in their place.
+
+    Attributes:
+        words: that say so.
+        standardised: whether a statistic of these rows alone makes the difference.
+    """
+
+    words: str
+    standardised: bool = False
 
 
 def find_rows(native: Tensor, given: Tensor) -> list[int] | None:
@@ -28,26 +42,27 @@ def find_rows(native: Tensor, given: Tensor) -> list[int] | None:
     return places
 
 
-def describe_fit(native: Tensor, given: Tensor) -> str:
-    """In words, how given rows differ from the native ones in their place; empty where they are the same.
+def describe_fit(native: Tensor, given: Tensor) -> RowFit | None:
+    """How given rows differ from the native ones in their place; None where they are the same.
 
     Example:
-        >>> describe_fit(torch.arange(6.0), 2 * torch.arange(6.0) + 1)
+        >>> describe_fit(torch.arange(6.0), 2 * torch.arange(6.0) + 1).words
         '2 times what one process has for the same rows and 1 more'
     """
     if native.shape != given.shape or not given.is_floating_point():
-        return "" if torch.equal(native, given) else "no multiple of what one process has for the same rows"
+        return None if torch.equal(native, given) else RowFit(_NO_MULTIPLE)
     a, b = native.double().reshape(len(native), -1), given.double().reshape(len(given), -1)
     size = float(b.abs().max()) if b.numel() else 0.0
     if float((a - b).abs().max() if b.numel() else 0.0) <= _EXACT * size:
-        return ""
+        return None
     fits = [_fit(a[:, column], b[:, column]) for column in range(a.shape[1])]
     if len(a) < 2 + _LEAST or any(one is None for one in fits):
-        return "no multiple of what one process has for the same rows"
+        return RowFit(_NO_MULTIPLE)
     factor, more = next(one for one in fits if one is not None)
     each = ", and others in other columns" if len({*fits}) > 1 else ""
-    why = f", {OF_THESE}: {found}" if (found := _find_standard(b)) else ""
-    return f"{factor:.6g} times what one process has for the same rows and {more:.6g} more{each}{why}"
+    why = f", by a statistic of these rows: {found}" if (found := _find_standard(b)) else ""
+    words = f"{factor:.6g} times what one process has for the same rows and {more:.6g} more{each}{why}"
+    return RowFit(words, bool(found))
 
 
 def _find_standard(rows: Tensor) -> str:

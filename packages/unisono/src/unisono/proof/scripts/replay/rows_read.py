@@ -17,6 +17,7 @@ from unisono.runtime.fault_names import FaultName
 
 ROWS = "many processes read what one reads"
 PER_DEVICE = "the size of a batch is per process"
+_BY_CHANCE = 1e6  # ways to choose rows, of which a shuffle takes one
 
 
 def judge_reading(
@@ -48,6 +49,9 @@ def judge_reading(
         if likely is not None:
             return ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said)), likely
         unseen = unseen or said
+    if said := describe_repeated_order(mine, reference):
+        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
+        return failed, build_diagnosis(FaultName.SAME_ORDER_EVERY_EPOCH, said)
     size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     ours, theirs = _inputs_by_number(mine), _inputs_by_number(reference)
@@ -68,6 +72,32 @@ def judge_reading(
         remedy = "take what rows are scaled by of all rows, alike on every rank"
         return failed, replace(build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said), remedy=remedy)
     return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
+
+
+def describe_repeated_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
+    """In words, that ranks read the rows of their first epoch again, update by update, where one process shuffles anew.
+
+    Empty where they do not, where one process has not come to its second epoch, and where chance may have done it.
+    """
+    ours, theirs = ([sorted(step.rows) for step in trace.facts.steps] for trace in (mine, reference))
+    if not all(ours) or not all(theirs) or _find_period(theirs):
+        return ""
+    begins = _find_period(ours)
+    again = [row for rows in theirs for row in rows]
+    if not begins or len({*again}) == len(again):
+        return ""
+    seen = {row for rows in ours for row in rows}
+    if math.comb(len(seen), len({*ours[0]})) ** (len(ours) - begins) < _BY_CHANCE:
+        return ""
+    return f"update {begins + 1} begins another epoch, and reads the rows of update 1 again; one process shuffles anew"
+
+
+def _find_period(steps: Sequence[Sequence[int]]) -> int:
+    """After how many updates the rows are those of the first ones again, to the end; 0 if they never are."""
+    for begins in range(1, len(steps)):
+        if all(mine == first for mine, first in zip(steps[begins:], steps, strict=False)):
+            return begins
+    return 0
 
 
 def _are_parts_of_one(mine: ScriptTrace, reference: ScriptTrace, number: int) -> bool:
