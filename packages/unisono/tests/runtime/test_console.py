@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import subprocess
 import sys
 import warnings
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from unisono.cli import main
-from unisono.observe.progress import RunConsole
 from unisono.runtime import console
+from unisono.runtime.display.run_console import RunConsole
 
 
 class FullDisk(io.StringIO):
@@ -41,6 +42,25 @@ def test_output_on_a_full_disk_ends_no_run_and_is_said_once(
     RunConsole(file=sys.stdout).print("another")
     assert capsys.readouterr().err == "unisono: WARNING: what this command prints is lost: No space left on device\n"
     assert console.lost == "No space left on device"
+
+
+def test_nothing_ends_a_run_whose_terminal_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last picture of a live display did: exit code 1 instead of that of the run, which had saved."""
+    for write in (console.say, lambda text: RunConsole(file=sys.stdout).print(text), draw):
+        terminal, side = pty.openpty()
+        with os.fdopen(side, "w") as screen:
+            monkeypatch.setattr(sys, "stdout", screen)
+            os.close(terminal)
+            for _ in range(2):
+                write("a line")
+    assert console.lost is None, "nobody is there to be told"
+
+
+def draw(text: str) -> None:
+    """As a live display does."""
+    screen = RunConsole(file=sys.stdout)
+    with screen:
+        screen.print(text)
 
 
 def test_a_line_that_is_lost_keeps_nothing_in_memory() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
-
-from rich.console import Console
 
 from unisono.observe.live import PATIENCE, LiveDisplay
 from unisono.observe.notebook_progress import NotebookProgress
-from unisono.runtime.console import clean, discard_output, lose
+from unisono.runtime.console import clean
 from unisono.runtime.display import notebook
+from unisono.runtime.display.run_console import RunConsole
 from unisono.runtime.display.work_progress import show_progress
 from unisono.runtime.text import fold
 from unisono.runtime.text import format_count as format_count
@@ -47,38 +44,6 @@ class Speed:
     seconds: float
     flops: float | None = None
     memory: int | None = None
-
-
-class RunConsole(Console):
-    """A console whose reader may go away; rich itself would end the process without a word."""
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether there is a terminal; FORCE_COLOR, which CI and notebooks set, makes none of a pipe."""
-        return super().is_terminal and self.file.isatty() and not notebook.is_below_cell()
-
-    def print(self, *texts: Any, **settings: Any) -> None:
-        """Print, if that is possible: no run ends because its output cannot be written."""
-        try:
-            super().print(*texts, **settings)
-        except OSError as error:
-            self._lose(error)
-
-    def __exit__(self, *error: Any) -> None:
-        """Write what a live display has drawn, if that is possible."""
-        try:
-            super().__exit__(*error)
-        except OSError as failed:
-            self._lose(failed)
-
-    def _lose(self, error: OSError) -> None:
-        self.quiet = error.errno == errno.EIO  # a terminal that is gone takes nothing any more
-        lose(sys.stdout, error)
-
-    def on_broken_pipe(self) -> None:
-        """Discard what is printed from now on."""
-        self.quiet = True
-        discard_output(sys.stdout)
 
 
 class Progress:

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from unisono.runtime import secrets
 from unisono.runtime.text import escape_controls, fold
@@ -53,7 +53,7 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
     return 79
 
 
-def lose(stream: TextIO, error: OSError) -> None:
+def lose(stream: IO[str], error: OSError) -> None:
     """React to output that could not be written: go on without, if its reader or its terminal is gone for good."""
     if error.errno in (errno.EPIPE, errno.EIO):
         discard_output(stream)
@@ -101,7 +101,7 @@ def clean_warnings() -> None:
     warnings.formatwarning = format_cleanly
 
 
-def discard_output(stream: TextIO) -> None:
+def discard_output(stream: IO[str]) -> None:
     """Discard what is written from now on, since the reader is gone: `unisono train … | head` must not end the run."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())

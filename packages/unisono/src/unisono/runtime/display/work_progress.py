@@ -58,10 +58,11 @@ def show_progress(
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
+    from unisono.runtime.display.run_console import RunConsole
+
+    console = RunConsole(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
     with suspended(), Progress(*columns, console=console, transient=True) as bar:
         job = bar.add_task(what, total=total, rate="")
