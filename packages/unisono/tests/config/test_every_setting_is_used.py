@@ -24,6 +24,7 @@ from unisono.config.schema import Only, Settings
 from unisono.config.schema.data import Data
 from unisono.config.schema.optimizers import Optimizer
 from unisono.config.schema.run import Lora, RunConfig
+from unisono.config.schema.schedules import Schedule
 from unisono.launch.resolving import layout
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import load_config
@@ -61,9 +62,13 @@ class Small(unisono.Task):
         return unisono.Loss({"square": ((outputs - batch["y"]) ** 2).sum(-1)})
 """
 TASKS = {"torch": jobs.SMALL, "jax": JAX}
+KINDS = {get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(get_args(Schedule)[0])}
+NEEDED = {"exponential": ", floor: 0.1"}
+OTHERS = [f"{name}: {{kind: {name}, peak: 1{NEEDED.get(name, '')}}}" for name in KINDS if name != "plateau"]
+SCHEDULES = f"schedules={{lr: {{kind: plateau, warmup: 1}}, {', '.join(OTHERS)}}}"
 FULL = (
     "ema.decay=0.9", "checkpoint.every=2", "checkpoint.keep_best={metric: loss}", "eval.every=2", "train.steps=4",
-    "schedules={lr: {kind: linear, warmup: 1}}", "observe.profile=[2,2]", "observe.trackers=[tensorboard]",
+    SCHEDULES, "observe.profile=[2,2]", "observe.trackers=[tensorboard]",
     "callbacks=[{callback: early_stopping, metric: loss, patience: 9}]", "data.workers=2",
 )  # fmt: skip
 STORE = "checkpoint.upload.url=file://{folder}/store"
@@ -130,12 +135,16 @@ class Key:
 
 
 def all_keys() -> Iterator[Key]:
-    """Those that are always there, and those of each optimizer and of adapters; a task's groups are its own affair."""
+    """Those that are always there, of each optimizer and schedule, and of adapters; a task's are its own affair."""
     yield from keys(RunConfig)
     for kind in get_args(get_args(Optimizer)[0]):
         name = get_args(kind.model_fields["kind"].annotation)[0]
         yield from keys(kind, "optim.", MUON if name == "muon" else (f"optim={name}",))
     yield from keys(Lora, "adapter.", ("adapter=lora",))
+    for name, schedule in KINDS.items():
+        yield from keys(
+            schedule, "schedules.lr.", (f"schedules={{lr: {{kind: {name}{NEEDED.get(name, '')}}}}}", "eval.every=1")
+        )
 
 
 def keys(kind: type[Settings], prefix: str = "", chosen: tuple[str, ...] = ()) -> Iterator[Key]:
@@ -175,7 +184,7 @@ def _values(kind: Any, metadata: Any = ()) -> Iterator[Any]:
     elif kind is bool:
         yield from (True, False)
     elif kind in (int, float):
-        yield from (kind(2), kind(3), kind(0.5), kind(-1))
+        yield from (kind(2), kind(3), kind(0.5), kind(0.25), kind(-1))
     elif kind in (str, Path):
         yield "other"
     elif isinstance(kind, type) and issubclass(kind, Settings):

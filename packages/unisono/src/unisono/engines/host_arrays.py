@@ -22,14 +22,13 @@ def to_numpy(data: Any) -> Array:
     Args:
         data: a NumPy, torch or JAX array, on any device.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(data, torch.Tensor):
+    if not _is_tensor(data):
         return np.asarray(data)
     plain = data.detach().cpu().resolve_conj().resolve_neg()
     kind = parse_dtype(dtype_name(data))
     if not is_ml_dtype(kind):
         return plain.numpy()  # type: ignore[no-any-return]
-    bits = plain.contiguous().view(getattr(torch, f"int{8 * kind.itemsize}"))
+    bits = plain.contiguous().view(getattr(sys.modules["torch"], f"int{8 * kind.itemsize}"))
     return bits.numpy().view(kind)  # type: ignore[no-any-return]
 
 
@@ -50,8 +49,7 @@ def is_ml_dtype(kind: np.dtype[Any]) -> bool:
 
 def can_copy_async(data: Any) -> bool:
     """Whether an array can be copied to the host while its device computes: a torch tensor on an accelerator."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(data, torch.Tensor) and data.device.type not in ("cpu", "mps")
+    return _is_tensor(data) and data.device.type not in ("cpu", "mps")
 
 
 def nbytes(data: Any) -> int:
@@ -67,3 +65,9 @@ def plan_layout(arrays: Sequence[Any]) -> tuple[list[int], int]:
         places.append(size)
         size += -(-nbytes(array) // _ALIGNED) * _ALIGNED
     return places, size
+
+
+def _is_tensor(data: Any) -> bool:
+    """Whether it is torch's. Without torch nothing is, nor while a thread, such as a tracker's, is importing it."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(data, kind)

@@ -67,7 +67,8 @@ def versions(engine: str) -> dict[str, str]:
     """Versions of libraries and, with an accelerator, of the driver stack."""
     found = dict(environment.library_versions(engine))
     torch = sys.modules.get("torch")
-    if torch is None or not (torch.version.cuda or torch.version.hip):
+    version = getattr(torch, "version", None)  # None too while a thread is importing torch
+    if torch is None or version is None or not (version.cuda or version.hip):
         return found
     below: dict[str, Callable[[], Any]] = {
         "cuda": lambda: torch.version.cuda,

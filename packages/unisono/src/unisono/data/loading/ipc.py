@@ -126,7 +126,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, np.ndarray):
             return _reduce_mapped(value) or NotImplemented
         torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor:
+        if torch is None or type(value) is not getattr(torch, "Tensor", None):  # which a thread may be importing
             return NotImplemented
         plain = value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad
         if not plain or not value.numel() or value.is_conj() or value.is_neg() or value.is_quantized:

@@ -131,10 +131,9 @@ class Loader:
         )  # fmt: skip
         if workers != data.workers:
             loader._messages.append(
-                f"data.workers={data.workers}: using {workers}, since the {processes} "
-                f"{'process' if processes == 1 else 'processes'} on this host share {cores} "
-                f"core{'s' * (cores != 1)}, and more workers would slow each other down; if they mostly wait for "
-                "storage, set data.storage=remote"
+                f"data.workers={data.workers}: using {workers}, since this host has {cores} core{'s' * (cores != 1)} "
+                f"for {processes} process{'es' * (processes != 1)}, and more would slow each other down; if they "
+                "mostly wait for storage, set data.storage=remote"
             )
         return loader
 

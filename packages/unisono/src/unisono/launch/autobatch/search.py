@@ -66,7 +66,10 @@ class SearchResult:
             f"micro-batch {self.micro_batch} of {self.rows} rows per process, in {passes} pass{'es' * (passes != 1)}"
             f"{more}",
             f"  limit: {self.limit / 1e9:.3f} GB, {self.source}; {memory_fit.MARGIN:.0%} of it is kept free",
-            *(f"  {size} rows: {peak / 1e9:.3f} GB ({self.kind})" for size, peak in sorted(self.peaks.items())),
+            *(
+                f"  {size} row{'s' * (size != 1)}: {peak / 1e9:.3f} GB ({self.kind})"
+                for size, peak in sorted(self.peaks.items())
+            ),
             *(["  measured by an earlier start"] if self.from_cache else []),
         ]
 

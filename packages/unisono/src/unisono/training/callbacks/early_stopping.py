@@ -90,7 +90,7 @@ class EarlyStopping(Callback):
         best = self.best if self.config.mode == "min" else -self.best
         return Stop(
             f"{self.config.metric} has not improved for {times}; the best was {best:.6g} after step {self.best_step}; "
-            "a larger patience goes on"
+            "to resume, raise the patience, or the run stops again at once"
         )
 
 
