@@ -158,7 +158,7 @@ def pool(made: Sequence[Predictions]) -> dict[str, Any]:
     if library.target.classes is None:
         found["error"] = np.abs(found["predicted"] - found["true"])
         drawn = [1.96 * one.deviation for one in targets if one.deviation is not None]
-        if drawn:
+        if drawn and not np.isnan(drawn[0]).any():  # one draw has no spread
             found["drawn"] = np.concatenate(drawn)
         found |= {name: np.zeros(len(numbers)) for name in ("half_width", "level")}
         for fold in range(len(made)):
