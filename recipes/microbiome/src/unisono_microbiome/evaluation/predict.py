@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -248,11 +249,10 @@ def name_predicted(name: str, taken: Collection[str] = ()) -> str:
     return f"predicted target {name}" if name in taken else f"predicted {name}"
 
 
-def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:
+def scores(predicted: Predictions, forests: Mapping[str, Array] = MappingProxyType({})) -> dict[str, float]:
     """Scores against known values, compared with predicting the mean of the training samples.
 
-    With `baseline`, random forests are trained and scored, too: of what the model sees of a sample, and of the number
-    of its reads alone.
+    `forests` are what others predict of the same target, by name, which is scored alike.
     """
     library, numbers = predicted.library, predicted.numbers
     training = library.training().rows
@@ -267,13 +267,8 @@ def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dic
             true = library.diversity(name)
             found |= scoring.score_regression(name, of_model, true[numbers], float(true[training].mean()))
     if predicted.target is not None and library.target is not None:
-        made, values = {"target": predicted.target.mean}, library.target.values
-        constant = scoring.find_constant(library)
-        if baseline:
-            seen = np.hstack([scoring.read_shares(library), scoring.read_covariates(library)])
-            made["forest"] = scoring.predict_with_forest(library, seen, numbers, seed)
-            made["number of reads"] = scoring.predict_with_forest(library, scoring.read_depths(library), numbers, seed)
-        for name, one in made.items():
+        values, constant = library.target.values, scoring.find_constant(library)
+        for name, one in {"target": predicted.target.mean, **forests}.items():
             if library.target.classes is None:
                 found |= scoring.score_regression(name, one, values[numbers].astype(float), constant)
             else:

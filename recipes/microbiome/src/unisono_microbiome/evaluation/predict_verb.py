@@ -51,11 +51,13 @@ def predict(
     yield from predictor.find_unknown(predicted.numbers)
     if predicted.target is not None:
         yield f"intervals of {predicted.target.column}: {predicted.target.covers}"
+    forests = {}
     if baseline and predicted.target is not None and predicted.library.target is not None:
         assert isinstance(run.task, Microbiome)
         trained_on = run.task.assets.get("training")
         if (why := scoring.explain_no_forests(predicted.library, predicted.numbers, trained_on)) is not None:
-            baseline = False
             yield f"no forests: {why}"
-    for name, value in scores(predicted, baseline, seed).items():
+        else:
+            forests = scoring.predict_with_forests(predicted.library, predicted.numbers, seed)
+    for name, value in scores(predicted, forests).items():
         yield f"{name}: {value:.4f}"
