@@ -80,9 +80,13 @@ def test_predictions_are_a_table_of_held_out_samples(
     out = folder / "out" / "p.tsv"
     assert main.main(["predict", str(run), f"out={out}", "draws=3", "baseline=true"]) == 0
     told = capsys.readouterr().out
-    assert {"distance/sd_ratio:", "target/mae of the mean:", "forest/mae:", "number of reads/mae:"} <= set(
-        told.replace(": ", ":\n").split("\n")
-    )
+    assert {
+        "distance/sd_ratio:",
+        "faith_pd/r2:",
+        "target/mae of the mean:",
+        "forest/mae:",
+        "number of reads/mae:",
+    } <= set(told.replace(": ", ":\n").split("\n"))
     library = open_library(data(folder / "cache"))
     held = [library.samples[number] for number in library.held_out().rows]
     rows, name = read(out), "predicted share"
@@ -179,6 +183,34 @@ def test_samples_of_another_table_are_predicted(run: Path, folder: Path) -> None
     assert found.target is not None and whole.target is not None
     assert np.abs(found.target.mean - whole.target.mean[:4]).max() < 4 * whole.target.mean.std()
     assert "distance/mae" not in scores(found)  # nothing to have the true ones from
+
+
+def test_one_rarefaction_has_no_interval(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It had one of no width, which was said to hold 95 % of rarefactions."""
+    out = folder / "one.tsv"
+    assert main.main(["predict", str(run), f"out={out}", "draws=1", "baseline=false"]) == 0
+    assert "intervals of share: none, as one rarefaction says nothing of others" in capsys.readouterr().out
+    for name in ("share", "faith_pd"):
+        for row in read(out)[1:]:  # below the types
+            assert row[f"predicted {name}"] and not row[f"predicted {name}_low"] + row[f"predicted {name}_high"]
+    found = predicted(run, draws=1)
+    assert np.isnan(found.diversities["faith_pd"][1]).all()
+    whole = predicted(run, ("data.rarefy=null",), draws=1)  # nothing is drawn, so nothing is unknown
+    assert whole.target is not None and (whole.target.low == whole.target.mean).all()
+
+
+def test_diversities_are_scored_by_those_of_the_reads(run: Path) -> None:
+    found = predicted(run, draws=1)
+    true = found.library.diversity("faith_pd")[found.numbers]
+    assert scores(found)["faith_pd/mae"] == pytest.approx(np.abs(found.diversities["faith_pd"][0] - true).mean())
+
+
+def test_an_unknown_ending_is_refused_before_anything_is_predicted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(predict_verb, "Predictor")
+    assert main.main(["predict", str(run), "out=p.txt"]) != 0
+    assert "p.txt: nothing is written with this ending; choose .tsv or .qza, which QIIME" in capsys.readouterr().err
 
 
 def test_predictions_are_merged_with_the_metadata_that_they_are_of(run: Path, folder: Path) -> None:

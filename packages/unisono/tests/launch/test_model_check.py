@@ -191,3 +191,4 @@ def test_a_forward_pass_that_depends_on_content_is_named_as_not_checked() -> Non
 
     (unchecked,) = check_model(Counts(), configuration()).unchecked
     assert unchecked.startswith("the forward pass (DataDependentOutputException")
+    assert "depends on the content of a batch" in unchecked

@@ -68,6 +68,15 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
     folds = read(out / "folds.tsv")
     assert [row["fold"] for row in folds] == ["0", "1", "mean", "sd", "all samples at once"]
     assert {"target/mae", "target/r2", "forest/mae", "number of reads/mae"} <= folds[0].keys()
+    assert (
+        float(folds[-1]["forest/mae"])
+        == pytest.approx(  # of samples, where the mean is of folds
+            np.average(
+                [float(row["forest/mae"]) for row in folds[:2]], weights=[int(row["samples"]) for row in folds[:2]]
+            ),
+            abs=1e-4,
+        )
+    )
     errors = np.array([abs(float(row["true share"]) - float(row["predicted share"])) for row in rows])
     assert float(folds[-1]["target/mae"]) == pytest.approx(errors.mean(), abs=1e-4)
 
@@ -230,6 +239,7 @@ def test_forests_that_do_not_fit_into_memory_are_left_out(
     assert sum(line.startswith("no forests: they need about 0.0 GB") for line in told) == 2 * few
     (first, *_) = read(tmp_path / "cv" / "folds.tsv")
     assert "target/mae" in first and ("forest/mae" in first) == (not few)
+    assert few or read(tmp_path / "cv" / "folds.tsv")[-1]["number of reads/mae"]
 
 
 @pytest.mark.parametrize("name", ["group", "fold", "ID"])  # the last is a name that QIIME 2 keeps for itself

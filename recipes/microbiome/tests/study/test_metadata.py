@@ -178,8 +178,9 @@ def test_a_label_is_found_among_a_million_classes_and_a_wrong_one_is_told_in_a_l
         (
             ["1", "2 years", "3"],
             {},
-            r"1 of 3 values \('2 years of s2'\) are not numeric although the others are: set .*kind",
+            r"1 of 3 values \('2 years of s2'\) are not numeric, unlike the others: set .*kind",
         ),
+        (["a", "b", "NaN"], {}, r"1 of 3 values \('NaN of s3'\) are numeric, unlike the others: set"),
         (["a", "b", "c"], {}, r"all 3 samples have different classes \('a', 'b', 'c'\)"),
         (["1", "inf", "3"], {}, r"1 of 3 values \('inf of s2'\)"),
         (["2.0", "2", "2"], {}, r"is '2\.0' in all 3 samples: there is nothing to predict"),

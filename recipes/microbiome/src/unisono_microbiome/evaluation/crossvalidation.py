@@ -63,6 +63,7 @@ def crossvalidate(
     """
     _check_overrides(overrides, out)
     made: list[Predictions] = []
+    forests: list[dict[str, Array]] = []
     scored: list[dict[str, float]] = []
     folds = 1
     while len(made) < folds:
@@ -73,17 +74,19 @@ def crossvalidate(
         groups = np.array(predicted.library.groups)
         folds = -(-len(set(groups)) // len(set(groups[predicted.numbers]))) if not made else folds
         made.append(predicted)
-        why = None
+        forests.append({})
         if predicted.target is not None:
             trained_on = predictor.task.assets.get("training")
             why = scoring.explain_no_forests(predicted.library, predicted.numbers, trained_on)
-        if why is not None:
-            yield f"no forests: {why}"
-        scored.append(scores(predicted, baseline=why is None, seed=seed))
+            if why is not None:
+                yield f"no forests: {why}"
+            else:
+                forests[-1] = scoring.predict_with_forests(predicted.library, predicted.numbers, seed)
+        scored.append(scores(predicted, forests[-1]))
         yield f"fold {len(made)} of {folds}: " + ", ".join(f"{name} {value:.3f}" for name, value in scored[-1].items())
     half_width, coverage = None, {}
     if (target := made[0].target) is not None:
-        pooled = pool(made)
+        pooled = pool(made, forests)
         scored.append(score_pooled(target.classes, pooled))
         if target.classes is None:
             coverage = measure_coverage(pooled)
@@ -134,14 +137,19 @@ def _refuse_unfinished(fold: int, ended: RunResult) -> None:
         )
 
 
-def pool(made: Sequence[Predictions]) -> dict[str, Any]:
+def pool(made: Sequence[Predictions], forests: Sequence[Mapping[str, Array]] = ()) -> dict[str, Any]:
     """The predictions of all folds of a target: arrays by name, with a value per sample.
+
+    Args:
+        made: of each fold.
+        forests: what random forests predict of the same samples, by name, of each fold; without some there are none.
 
     Returns:
         `sample`, `group` and `fold` of each; `predicted` and `true`, numbers or (n, classes) and classes; `constant`,
-        the mean or most frequent class of the samples that its fold was trained on; and, of numbers, `error`
-        (absolute), `half_width` and `level` of the interval that holds the model's error, from the errors in the other
-        folds, and `drawn`, half width of the interval over rarefactions, unless the interval is one of quantiles.
+        the mean or most frequent class of the samples that its fold was trained on; `forests`, predictions by name;
+        and, of numbers, `error` (absolute), `half_width` and `level` of the interval that holds the model's error, from
+        the errors in the other folds, and `drawn`, half width of the interval over rarefactions, unless the interval is
+        one of quantiles, or one rarefaction was drawn.
     """
     library = made[0].library
     assert library.target is not None
@@ -155,10 +163,12 @@ def pool(made: Sequence[Predictions]) -> dict[str, Any]:
         "true": library.target.values[numbers],
         "constant": np.concatenate([np.full(len(one.numbers), scoring.find_constant(one.library)) for one in made]),
     }
+    names = list(forests[0]) if forests and all(forests) else []
+    found["forests"] = {name: np.concatenate([one[name] for one in forests]) for name in names}
     if library.target.classes is None:
         found["error"] = np.abs(found["predicted"] - found["true"])
         drawn = [1.96 * one.deviation for one in targets if one.deviation is not None]
-        if drawn:
+        if drawn and not np.isnan(drawn[0]).any():  # one draw has no spread
             found["drawn"] = np.concatenate(drawn)
         found |= {name: np.zeros(len(numbers)) for name in ("half_width", "level")}
         for fold in range(len(made)):
@@ -199,9 +209,12 @@ def measure_coverage(pooled: Mapping[str, Any]) -> dict[str, float]:
 
 
 def score_pooled(classes: Sequence[str] | None, pooled: Mapping[str, Any]) -> dict[str, float]:
-    """Scores of all samples at once, each predicted by the model, or the constant, that has not seen it."""
+    """Scores of all samples at once, each predicted by the model, forest or constant that has not seen it."""
     score = scoring.score_regression if classes is None else scoring.score_classification
-    return score("target", pooled["predicted"], pooled["true"], pooled["constant"])
+    found: dict[str, float] = {}
+    for name, predicted in {"target": pooled["predicted"], **pooled["forests"]}.items():
+        found |= score(name, predicted, pooled["true"], pooled["constant"])
+    return found
 
 
 def tabulate(made: Sequence[Predictions], scored: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Rows = Literal["held_out", "training", "all"]
 _OVER_DRAWS = "95 % of rarefactions, by their standard deviation; the error of the model is no part of it"
+_NO_SPREAD = "none, as one rarefaction says nothing of others; set draws to 2 or more"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class PredictedTarget:
         low: lower end of the interval, of the same shape.
         high: upper end.
         covers: what the interval covers, in words.
-        deviation: standard deviation over the draws, of which the interval was made; None if it was made otherwise.
+        deviation: standard deviation over the draws, of which the interval was made, NaN of a single draw; None if it
+            was made otherwise.
     """
 
     column: str
@@ -115,10 +118,14 @@ class Predictor:
             raise DataError(f"no samples for rows={rows}; set rows=all, or change data.held_out")
         return numbers
 
+    @property
+    def draws_differ(self) -> bool:
+        """Whether what the model sees of a sample is drawn."""
+        return self.task.data_config.rarefy is not None or self.task.data_config.keep == "random"
+
     def batches(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Samples in micro-batches, as often as they are drawn, with the number of the draw."""
-        drawn = self.task.data_config.rarefy is not None or self.task.data_config.keep == "random"
-        for draw in range(self.draws if drawn else 1):
+        for draw in range(self.draws if self.draws_differ else 1):
             for first in range(0, len(numbers), self.micro_batch):
                 yield draw, self.batch(numbers[first : first + self.micro_batch].tolist(), draw)
 
@@ -200,11 +207,11 @@ def predict_samples(predictor: Predictor, rows: Rows) -> Predictions:
     for name in DIVERSITIES:
         if name in drawn:
             values = Scaling(**task.assets[name]).inverse(drawn[name][..., 0].cpu().numpy())  # type: ignore[literal-required]
-            diversities[name] = values.mean(0), values.std(0)
+            diversities[name] = values.mean(0), _find_spread(values, predictor)
     if "target" in drawn:
         is_class = task.learnt.target_scaling is None
         made = (drawn["target"].softmax(-1) if is_class else drawn["target"]).cpu().numpy()
-        target = _summarise_target(task, made, numbers)
+        target = _summarise_target(predictor, made, numbers)
     embedding = drawn["embedding"].mean(0).cpu().numpy()
     return Predictions(predictor.library, numbers, embedding, distances, target, diversities)
 
@@ -242,11 +249,10 @@ def name_predicted(name: str, taken: Collection[str] = ()) -> str:
     return f"predicted target {name}" if name in taken else f"predicted {name}"
 
 
-def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:
+def scores(predicted: Predictions, forests: Mapping[str, Array] = MappingProxyType({})) -> dict[str, float]:
     """Scores against known values, compared with predicting the mean of the training samples.
 
-    With `baseline`, random forests are trained and scored, too: of what the model sees of a sample, and of the number
-    of its reads alone.
+    `forests` are what others predict of the same target, by name, which is scored alike.
     """
     library, numbers = predicted.library, predicted.numbers
     training = library.training().rows
@@ -256,14 +262,13 @@ def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dic
         mean = float(truth[np.ix_(training, training)][np.triu_indices(len(training), 1)].mean())
         true = truth[np.ix_(numbers, numbers)][upper]
         found |= scoring.score_regression("distance", predicted.distances[upper], true, mean)
+    for name, (of_model, _) in predicted.diversities.items():
+        if name == "shannon" or library.tree is not None:
+            true = library.diversity(name)
+            found |= scoring.score_regression(name, of_model, true[numbers], float(true[training].mean()))
     if predicted.target is not None and library.target is not None:
-        made, values = {"target": predicted.target.mean}, library.target.values
-        constant = scoring.find_constant(library)
-        if baseline:
-            seen = np.hstack([scoring.read_shares(library), scoring.read_covariates(library)])
-            made["forest"] = scoring.predict_with_forest(library, seen, numbers, seed)
-            made["number of reads"] = scoring.predict_with_forest(library, scoring.read_depths(library), numbers, seed)
-        for name, one in made.items():
+        values, constant = library.target.values, scoring.find_constant(library)
+        for name, one in {"target": predicted.target.mean, **forests}.items():
             if library.target.classes is None:
                 found |= scoring.score_regression(name, one, values[numbers].astype(float), constant)
             else:
@@ -278,19 +283,26 @@ def true_distances(library: Library) -> Array | None:
     return None if config.metric == "faith_pd" or without else library.distances()
 
 
-def _summarise_target(task: Microbiome, drawn: Array, numbers: NDArray[np.int64]) -> PredictedTarget:
+def _summarise_target(predictor: Predictor, drawn: Array, numbers: NDArray[np.int64]) -> PredictedTarget:
     """The target over the draws, (draws, n, outputs), of these samples."""
+    task = predictor.task
     known, config = task.assets["target"], task.config.target
     assert known is not None
     column, classes = known["column"], known["classes"]
+    covers = _NO_SPREAD if predictor.draws_differ and len(drawn) == 1 else _OVER_DRAWS
     if classes is not None:
-        mean, sd = drawn.mean(0), drawn.std(0)
+        mean, sd = drawn.mean(0), _find_spread(drawn, predictor)
         low, high = np.clip(mean - 1.96 * sd, 0, 1), np.clip(mean + 1.96 * sd, 0, 1)
-        return PredictedTarget(column, classes, mean, low, high, _OVER_DRAWS, sd)
+        return PredictedTarget(column, classes, mean, low, high, covers, sd)
     values = task.learnt.scale_back(drawn, numbers)
     if config.loss == "quantile":
         mean, levels = np.sort(values.mean(0), axis=1), config.quantiles
         covers = f"quantiles {levels[0]:g} to {levels[-1]:g}"
         return PredictedTarget(column, None, mean[:, len(levels) // 2], mean[:, 0], mean[:, -1], covers)
-    mean, sd = values.mean(0)[:, 0], values.std(0)[:, 0]
-    return PredictedTarget(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, _OVER_DRAWS, sd)
+    mean, sd = values.mean(0)[:, 0], _find_spread(values, predictor)[:, 0]
+    return PredictedTarget(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, covers, sd)
+
+
+def _find_spread(values: Array, predictor: Predictor) -> Array:
+    """The standard deviation over the draws, (draws, …); NaN if there is one draw of several that would differ."""
+    return np.full(values.shape[1:], np.nan) if predictor.draws_differ and len(values) == 1 else values.std(0)

@@ -99,6 +99,19 @@ def explain_no_forests(library: Library, numbers: NDArray[np.int64], trained_on:
     return None
 
 
+def predict_with_forests(library: Library, numbers: NDArray[np.int64], seed: int) -> dict[str, Array]:
+    """What random forests predict of samples, as of `predict_with_forest`, by what they see.
+
+    Returns:
+        `forest`: of what the model sees of a sample; `number of reads`: of that alone.
+    """
+    seen = np.hstack([read_shares(library), read_covariates(library)])
+    return {
+        "forest": predict_with_forest(library, seen, numbers, seed),
+        "number of reads": predict_with_forest(library, read_depths(library), numbers, seed),
+    }
+
+
 def predict_with_forest(
     library: Library, seen: Array, numbers: NDArray[np.int64], seed: int, trees: int = 500
 ) -> Array:

@@ -24,7 +24,7 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, UnisonoError, write_table
+from unisono import ConfigError, DataError, UnisonoError, write_table
 from unisono.recipe_tools import archives, atomic_file, format_examples, safe_paths, wrap_native_errors
 
 SUFFIX = ".qza"
@@ -38,6 +38,7 @@ DATA: Mapping[str, Mapping[str, str]] = {
 }
 """The types of artifacts that each setting can name, and the file in them that is read."""
 
+_READ_BY_QIIME, _OTHER_TABLES = (".tsv", SUFFIX), (".csv", ".jsonl", ".parquet")
 _VISUALIZATION = ".qzv"  # an archive of the same layout, which no setting can name
 _ARCHIVE = "5"  # version of the archive's layout that is written: all releases since 2018.11 read it
 _FRAMEWORK = "2018.11.0"  # the release that introduced it, as which it is written
@@ -134,6 +135,15 @@ def _extract(path: Path, shown: str, wanted: Mapping[str, str], folder: Path) ->
             made.write(b"id\t" if first == b"\t" and wanted is DATA["data.metadata"] else first)
             shutil.copyfileobj(source, made, 1 << 20)
     return found
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a path of whose ending nothing is written, before what is to be written is computed."""
+    if path.suffix not in (*_READ_BY_QIIME, *_OTHER_TABLES):
+        raise ConfigError(
+            f"{path}: nothing is written with this ending; choose {' or '.join(_READ_BY_QIIME)}, which QIIME 2 reads, "
+            f"or {', '.join(_OTHER_TABLES)}"
+        )
 
 
 def write_metadata(path: Path, columns: Mapping[str, Sequence[Any]]) -> Path:

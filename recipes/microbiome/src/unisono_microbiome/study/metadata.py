@@ -82,8 +82,11 @@ def join_metadata(tables: Sequence[Metadata], key: str, id_column: str | None = 
         names = list(table.columns)
         if table is not first:
             names.remove(names[0] if id_column is None else id_column)
-        if twice := [f"'{name}' in {where[name]} and {table.source}" for name in names if name in where]:
-            raise DataError(f"{key}: columns of the same name: {'; '.join(twice)}; remove or rename one of them")
+        if twice := [name for name in names if name in where]:
+            files = " and ".join([*dict.fromkeys(where[name] for name in twice), table.source])
+            raise DataError(
+                f"{key}: columns of the same name: {format_examples(twice)} in {files}; remove or rename one of each"
+            )
         where |= dict.fromkeys(names, table.source)
         aligned = table.align(ids)
         columns |= {name: aligned[name] for name in names}
@@ -196,10 +199,11 @@ def parse_target(
     elif kind == "auto":  # one typing error must not make classes of numbers, so a mixture is neither
         words = [text for text, number in zip(named, numbers, strict=True) if number is None]
         if 0 < len(words) < len(values):
+            others = [text for text, number in zip(named, numbers, strict=True) if number is not None]
+            few, what = (words, "not numeric") if len(words) <= len(others) else (others, "numeric")
             raise DataError(
-                f"data.target={name}: {format_share(words, len(values), 'values')} are not numeric although the others "
-                "are: set data.target_kind to regression or classification; list values for missing data in "
-                "data.missing"
+                f"data.target={name}: {format_share(few, len(values), 'values')} are {what}, unlike the others: set "
+                "data.target_kind to regression or classification; list values for missing data in data.missing"
             )
         kind = "classification" if words else "regression"
     known = None

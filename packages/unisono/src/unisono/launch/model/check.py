@@ -164,7 +164,8 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
                 logger.setLevel(level)
     except Exception as error:
         if _needs_content(error):
-            yield f"the forward pass ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            yield f"the forward pass ({detail}), which depends on the content of a batch; here are its shapes alone"
             return
         raise ConfigError(f"{where}: the forward pass fails: {describe_error(error)}") from error
     rules.check_terms(task, loss, task.counts(arrays), training=True)
