@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from unisono.checkpoint.core import commit, leftovers, placement
+from unisono.config.code import own_runs
 from unisono.data.ledger import Ledger
 from unisono.engines.torch.profiler import TorchProfiler
 from unisono.launch.processes import local_processes
@@ -182,7 +183,7 @@ def test_nothing_is_removed_where_a_link_of_a_stranger_leads(tmp_path: Path, mon
     (theirs / "checkpoints").symlink_to(tmp_path / "scratch" / "theirs")
     with pytest.raises(RunError, match="not known to be yours"):
         leftovers.find_leftovers(theirs)
-    monkeypatch.setattr(placement.own_runs, "why_not_own", lambda run, values: None)
+    monkeypatch.setattr(own_runs, "why_not_own", lambda run, values: None)
     assert [one.path.name for one in leftovers.find_leftovers(theirs)] == [".writing-step-00000003-a"]
 
 
