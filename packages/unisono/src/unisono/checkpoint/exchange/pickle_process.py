@@ -142,20 +142,22 @@ def _check_records(source: str) -> None:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
                 raise _RefusedError(
-                    "is compressed, as torch.save writes none: it was packed again; unpack it, and pack it with zip -0"
+                    "is compressed, as torch.save writes none: it is of TorchScript (save its state_dict()), or was "
+                    "packed again (unpack it, and pack it with zip -0)"
                 )
             file.seek(record.header_offset + 26)
             sizes[record.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))] = record.file_size
-    take = torch.UntypedStorage.__getitem__
+    storages: Any = torch.UntypedStorage
+    take = storages.__getitem__
 
-    def take_whole(storage: torch.UntypedStorage, part: Any) -> Any:
+    def take_whole(storage: Any, part: Any) -> Any:
         if isinstance(part, slice) and sizes.get(part.start) != part.stop - part.start:
             raise RuntimeError(
                 f"a tensor needs {part.stop - part.start} bytes, and {sizes.get(part.start, 0)} are stored of it"
             )
         return take(storage, part)
 
-    cast(Any, torch.UntypedStorage).__getitem__ = take_whole  # in this process, which reads this file and ends
+    storages.__getitem__ = take_whole  # in this process, which reads this file and ends
 
 
 def extract_folder(
