@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, leftovers, placement
+from unisono.config.code import own_runs
 from unisono.data.ledger import Ledger
 from unisono.engines.torch.profiler import TorchProfiler
 from unisono.launch.processes import local_processes
@@ -119,9 +120,83 @@ def test_checkpoints_that_lead_elsewhere_are_refused_before_the_start(tmp_path: 
     (run / "config.yaml").touch()
     path = run / "checkpoints"
     path.symlink_to(tmp_path) if kind == "link" else path.touch()
-    config: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, name="a", resume="auto"))
-    with pytest.raises(RunError, match=f"checkpoints is a {kind}, and a run writes only into folders of its own"):
+    config = make_config(tmp_path)
+    with pytest.raises(
+        RunError, match=rf"checkpoints is a {kind}( to \S+)?, and a run writes only into folders of its"
+    ):
         run_directory.refuse_unusable(config)
+    with pytest.raises(RunError, match=r"checkpoint\.folder=DIR"), run_directory.hold_run(config):
+        pass
+    assert not (run / "lease").exists(), "nothing was fetched or removed before"
+
+
+def make_config(folder: Path, elsewhere: Path | None = None, **others: Any) -> Any:
+    """A configuration of the run `a`."""
+    return SimpleNamespace(
+        run=SimpleNamespace(dir=folder, name="a", resume="auto"),
+        checkpoint=SimpleNamespace(folder=elsewhere),
+        launch=SimpleNamespace(shared_folder=True),
+        observe=SimpleNamespace(trackers=others.get("trackers", [])),
+    )
+
+
+def test_checkpoints_lie_where_the_configuration_says_and_nowhere_else(tmp_path: Path) -> None:
+    """A link to a scratch disk, usual on clusters, was refused without a setting that allows it."""
+    run, scratch = tmp_path / "a", tmp_path / "scratch"
+    config = make_config(tmp_path, scratch)
+    for _ in range(2):  # made by the first start, found by the second
+        with run_directory.hold_run(config):
+            assert (run / "checkpoints").readlink() == scratch / "a"
+    (scratch / "a" / "step-00000001").mkdir()
+    with run_directory.hold_run(config):
+        pass
+    (scratch / "other").mkdir()
+    (run / "checkpoints").unlink()
+    with pytest.raises(RunError, match=r"a exists already, and .* is not the run whose checkpoints are there"):
+        placement.refuse_elsewhere(config, run)
+    (run / "checkpoints").symlink_to(scratch / "other")  # another run's
+    with pytest.raises(RunError, match=r"other, and a run writes only .* a link to DIR/a is followed"):
+        placement.refuse_elsewhere(config, run)
+    (run / "checkpoints").unlink()
+    (run / "checkpoints").mkdir()
+    with pytest.raises(RunError, match=r"move it there, .*: mv \S+ \S+ && ln -s "):
+        placement.refuse_elsewhere(config, run)
+
+
+def test_nothing_is_removed_where_a_link_of_a_stranger_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unisono clean --keep 1` of an unpacked run removed the checkpoints of the user's own run, to which it led."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    mine.mkdir()
+    for step in (1, 2):
+        commit.save_checkpoint(mine / "checkpoints", commit.Snapshot(step, [], {}), SingleProcess(), 9)
+    (mine / "checkpoints" / ".writing-step-00000003-a").mkdir()
+    theirs.mkdir()
+    (theirs / "config.yaml").write_text(f"recipe: a\ncheckpoint: {{folder: {tmp_path}}}\n")
+    (theirs / "checkpoints").symlink_to(mine / "checkpoints")
+    for keep in (None, 1):
+        with pytest.raises(RunError, match="nothing is removed where it leads"):
+            leftovers.find_leftovers(theirs, keep)
+    (tmp_path / "scratch" / "theirs").mkdir(parents=True)
+    (tmp_path / "scratch" / "theirs" / ".writing-step-00000003-a").mkdir()
+    (theirs / "config.yaml").write_text(f"recipe: a\ncheckpoint: {{folder: {tmp_path}/scratch}}\n")
+    (theirs / "checkpoints").unlink()
+    (theirs / "checkpoints").symlink_to(tmp_path / "scratch" / "theirs")
+    with pytest.raises(RunError, match="not known to be yours"):
+        leftovers.find_leftovers(theirs)
+    monkeypatch.setattr(own_runs, "why_not_own", lambda run, values: None)
+    assert [one.path.name for one in leftovers.find_leftovers(theirs)] == [".writing-step-00000003-a"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_folder_of_a_tracker_is_looked_at_before_the_first_step(tmp_path: Path, name: str) -> None:
+    """W&B followed a link of that name, in its own thread after the run had begun; TensorBoard gave a warning then."""
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    (run / name).symlink_to(tmp_path)
+    run_directory.refuse_unusable(make_config(tmp_path))
+    with pytest.raises(RunError, match=f"{name} is a link, where observe.trackers={name} has its folder"):
+        run_directory.refuse_unusable(make_config(tmp_path, trackers=[name]))
 
 
 def test_a_token_that_no_run_has_written_ends_the_start(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,32 @@ print(ctypes.util.find_library("dl"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("None\n", "")
+
+
+def pack_again(source: Path, out: Path, method: int = zipfile.ZIP_STORED, twice: str = "", cut: str = "") -> Path:
+    """A file of torch.save, packed by another program."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(out, "w", method) as new:
+        for name in old.namelist():
+            content = old.read(name)
+            for _ in range(1 + (bool(twice) and name.endswith(twice))):
+                new.writestr(name, content[:8] if cut and name.endswith(cut) else content)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_records_that_torch_would_map_wrongly_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor of which 8 of 32 bytes are stored took what follows, and a compressed one was read as it is."""
+    source, out = tmp_path / "a.pt", tmp_path / "out.safetensors"
+    torch.save({"a": torch.arange(8.0), "b": torch.ones(9)}, source)
+    for changes, told in (
+        ({"method": zipfile.ZIP_DEFLATED}, "is compressed, as torch"),
+        ({"twice": "data.pkl"}, "two of its records have the same name"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            pickle_process._check_records(str(pack_again(source, tmp_path / "again.pt", **changes)))
+    assert imported(pack_again(source, tmp_path / "again.pt", cut="data/0"), out) != 0
+    assert "a tensor needs 32 bytes, and 8 are stored of it" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("zipped", [True, False])

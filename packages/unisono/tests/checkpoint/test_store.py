@@ -92,6 +92,20 @@ def test_an_object_that_is_not_what_was_written_is_refused_by_name(
     assert not (tmp_path / "file").exists()
 
 
+def test_what_the_checksum_of_s3_finds_damaged_is_damaged(server: stores.Server, tmp_path: Path) -> None:
+    """It was an error of the request, which ended a start instead of passing over the checkpoint."""
+    from moto.s3.models import s3_backends
+
+    store = server.store("damaged")
+    store.put("file", b"abce")
+    (backend,) = (regions["aws"] for regions in s3_backends.values())
+    backend.buckets[stores.BUCKET].keys["damaged/file"].value = b"abcd"
+    with pytest.raises(ObjectError, match="its content is not what was written"):
+        store.get("file")
+    with pytest.raises(ObjectError, match="its content is not what was written"):
+        store.fetch("file", tmp_path / "file", 4, hashlib.sha256(b"abce").hexdigest())
+
+
 def test_an_upload_in_parts_that_fails_leaves_no_object_and_no_part(server: stores.Server, tmp_path: Path) -> None:
     store, (file, sha256) = server.store(uuid.uuid4().hex), written(tmp_path / "file", 20_000_000)
 

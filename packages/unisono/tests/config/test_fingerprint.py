@@ -43,8 +43,8 @@ HARMLESS = keys("""
     eval.environment=a eval.environment_limit=3
     checkpoint.every=3 checkpoint.keep=3 checkpoint.keep_every=3 checkpoint.background=false
     checkpoint.on_failure=continue checkpoint.retry_for=1 checkpoint.final=model checkpoint.at_end=false
-    checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3 checkpoint.upload.deadline=30
-    checkpoint.upload.timeout=30 checkpoint.upload.required=true
+    checkpoint.folder=/scratch checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3
+    checkpoint.upload.deadline=30 checkpoint.upload.timeout=30 checkpoint.upload.required=true
     observe.log_every=3 observe.progress=false observe.trackers=[tensorboard] observe.project=mine
     observe.tracker_timeout=3 observe.profile=[2,3] observe.norms=true observe.group=lr
     launch.timeout=3 launch.start_timeout=3 launch.initialization_timeout=3 launch.heartbeat_timeout=3 launch.nodes=2

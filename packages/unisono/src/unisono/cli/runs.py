@@ -150,7 +150,7 @@ def _format_numbers(event: dict[str, Any]) -> str:
 
 def _clean(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.core import leftovers
-    from unisono.runtime.errors import ConfigError
+    from unisono.runtime.errors import ConfigError, RunError
     from unisono.supervise import run_lock, run_status
 
     if parsed.keep is not None and parsed.keep < 1:
@@ -159,7 +159,13 @@ def _clean(parsed: argparse.Namespace) -> int:
     for run in run_status.find_runs(parsed.folder):
         if run_lock.find_holder(run) is not None:
             say(f"{run} is training and is left as it is")
-        elif inside := leftovers.find_leftovers(run, parsed.keep):
+            continue
+        try:
+            inside = leftovers.find_leftovers(run, parsed.keep)
+        except RunError as error:
+            say(f"{run} is left as it is: {error}", error=True)
+            continue
+        if inside:
             found[run] = inside
     sizes = {one: run_status.measure_size(one.path) for inside in found.values() for one in inside}
     if not found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import RunError
 
@@ -46,12 +46,13 @@ def check_disk_space(folder: Path, config: RunConfig, size: int, count: int) -> 
     more = min(count, max(1, config.checkpoint.keep + 1 - there))  # an old one is deleted once the new one is complete
     if more <= 0:
         return
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    saved = placement.find_target(config) or folder
+    place = next(parent for parent in (saved, *saved.absolute().parents) if parent.exists())
     needed, free = int(more * size * _OVERHEAD), shutil.disk_usage(place).free
     if needed > free:
         raise RunError(
             f"{folder} needs {needed / 1e9:.3g} GB for {more} more checkpoint{'s' if more > 1 else ''} of "
             f"{size / 1e9:.3g} GB (checkpoint.keep={config.checkpoint.keep}, plus the one being written), but only "
-            f"{free / 1e9:.3g} GB are free at {place}. Free some space, choose another run.dir, or lower "
-            "checkpoint.keep"
+            f"{free / 1e9:.3g} GB are free at {place}. Free some space, choose another run.dir or "
+            "checkpoint.folder, or lower checkpoint.keep"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from unisono.checkpoint.core import placement
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
@@ -59,7 +60,8 @@ class Saving:
         self._resumption, self._evaluation, self._last_step, self._callbacks = resumption, evaluation, until, callbacks
         self._settings = run.config.checkpoint
         self.saver = Saver(
-            run.directory / "checkpoints", communicator, self._settings, first=resumption.step, finished=finished,
+            placement.find_target(run.config) or run.directory / placement.NAME, communicator, self._settings,
+            first=resumption.step, finished=finished,
             say=say, allowed=sync.check_lease, deadline=run.config.launch.deadlines.save,
             parts=StoredParts.of_run(run, communicator.rank),
         )  # fmt: skip

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.retention import Retention
-from unisono.config import CONFIG_FILE
+from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.config.code import foreign_run
 from unisono.config.schema.run import Checkpoint
 from unisono.runtime.errors import CheckpointError, RunError
@@ -45,8 +45,14 @@ def find_leftovers(run: Path, keep: int | None = None) -> list[Leftover]:
 
     Raises:
         ConfigError: If its configuration cannot be read, with `keep`.
+        RunError: If its checkpoints lie where a stranger's link leads.
     """
-    checkpoints = run / "checkpoints"
+    checkpoints = run / placement.NAME
+    if checkpoints.is_symlink() and not placement.is_own(run, safe_yaml.read_yaml(run / CONFIG_FILE)):
+        raise RunError(
+            f"{checkpoints} is a link, and nothing is removed where it leads: this run is not known to be yours, or "
+            "its checkpoint.folder names another place; remove the link, or clean the folder that it leads to yourself"
+        )
     found = [Leftover(path, "of an interrupted save") for path in commit.find_interrupted(checkpoints)]
     found += [Leftover(path, "a damaged checkpoint") for path in sorted(checkpoints.glob("damaged-step-*"))]
     found += [Leftover(path, "half-written") for path in sorted(run.glob(f"*{TEMPORARY_SUFFIX}"))]
@@ -61,7 +67,7 @@ def _older_checkpoints(run: Path, keep: int) -> Iterator[Path]:
     settings = Checkpoint.model_validate(foreign_run.read_values(run / CONFIG_FILE)["checkpoint"])
     retention = Retention.from_settings(settings.model_copy(update={"keep": keep}))
     known = {}
-    for path in commit.find_checkpoints(run / "checkpoints"):
+    for path in commit.find_checkpoints(run / placement.NAME):
         with suppress(CheckpointError):  # one that cannot be read neither counts nor is removed
             known[parse_step(path.name)] = path, commit.read_manifest(path).metric
     if known:

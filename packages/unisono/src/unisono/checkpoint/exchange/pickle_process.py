@@ -12,6 +12,7 @@ import math
 import os
 import re
 import resource
+import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000  # CLONE_NEWNET, CLONE_NEWUSER
 _NO_NEW_PRIVILEGES, _DEATH_SIGNAL = 38, 1
 # What reading a damaged file raises.
-_DAMAGED = (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)
+_DAMAGED = (
+    RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, zipfile.BadZipFile,
+)  # fmt: skip
 _MEMORY_BYTES = 16 << 30  # bytes of addresses for Python, torch and a block, besides the file
 
 
@@ -94,7 +97,11 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
     torch.set_num_threads(1)
     try:
         # Without mmap only where the file is older than what can be mapped; always the restricted reader.
-        content = torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
+        if mapped := zipfile.is_zipfile(source):
+            _check_records(source)
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+    except _RefusedError as error:
+        return {"sentence": str(error)}
     except pickle.UnpicklingError as error:
         if named := _find_named(error):
             return {"needed": named}
@@ -117,6 +124,40 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
         {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}, tensors.__getitem__, descriptor
     )
     return {"left": left}
+
+
+def _check_records(source: str) -> None:
+    """Refuse an archive that torch would map wrongly, and have it take no more of a tensor than was stored of it.
+
+    It takes a tensor's bytes from where its record begins, whether they are compressed and how many there are or not;
+    in place of what is missing stands what follows in the file. So what it takes of the mapping is compared.
+    """
+    import torch
+
+    sizes: dict[int, int] = {}  # by their places in the file
+    with zipfile.ZipFile(source) as archive, open(source, "rb") as file:  # noqa: PTH123
+        names = archive.namelist()
+        if len(set(names)) < len(names):
+            raise _RefusedError("cannot be read as a torch.save file: two of its records have the same name")
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise _RefusedError(
+                    "is compressed, as torch.save writes none: it is of TorchScript (save its state_dict()), or was "
+                    "packed again (unpack it, and pack it with zip -0)"
+                )
+            file.seek(record.header_offset + 26)
+            sizes[record.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))] = record.file_size
+    storages: Any = torch.UntypedStorage
+    take = storages.__getitem__
+
+    def take_whole(storage: Any, part: Any) -> Any:
+        if isinstance(part, slice) and sizes.get(part.start) != part.stop - part.start:
+            raise RuntimeError(
+                f"a tensor needs {part.stop - part.start} bytes, and {sizes.get(part.start, 0)} are stored of it"
+            )
+        return take(storage, part)
+
+    storages.__getitem__ = take_whole  # in this process, which reads this file and ends
 
 
 def extract_folder(

@@ -58,7 +58,7 @@ class ObjectStore:
         return f"{self.url}/{name}"
 
     def get(self, name: str) -> bytes | None:
-        """The content of a small object, or None if it does not exist; a large one is an error."""
+        """The content of a small object, or None if it does not exist; a large or damaged one is an `ObjectError`."""
         size = self.size(name)
         if size is None:
             return None
@@ -123,7 +123,7 @@ class ObjectStore:
         for first in range(0, size, PIECE_BYTES):
             try:
                 content = self.read(name, first, min(first + PIECE_BYTES, size))
-            except FileNotFoundError:  # removed in the meantime
+            except (FileNotFoundError, ObjectError):  # removed in the meantime, or found to be damaged on the way
                 return None
             digest.update(content)
             if to is not None:
@@ -228,7 +228,12 @@ class ObjectStore:
             _refuse_links(system, path, name)
             return ask(system, path)
 
-        return ask_remote(self.url_of(name), self.where, ask_safely, "written" if done == "w" else done)
+        try:
+            return ask_remote(self.url_of(name), self.where, ask_safely, "written" if done == "w" else done)
+        except DataError as error:
+            if type(error.__cause__).__name__ != "FlexibleChecksumError":  # S3's own, which botocore compares
+                raise
+            raise ObjectError(f"{self.url_of(name)} is damaged: its content is not what was written") from error
 
 
 def _refuse_links(system: Any, path: str, name: str) -> None:

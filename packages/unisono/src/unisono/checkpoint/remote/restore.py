@@ -242,7 +242,10 @@ def find_partial(folder: Path) -> list[Path]:
 
 def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint | str | None:
     """Download a checkpoint's manifest; returns the checkpoint, or what is wrong with it, or None if it has none."""
-    content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+    try:
+        content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+    except ObjectError as error:
+        return str(error)
     if content is None:
         return None
     at = folder / f"{commit.PARTIAL}{name}"

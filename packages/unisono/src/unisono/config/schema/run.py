@@ -236,6 +236,11 @@ class Checkpoint(Settings):
         description="what a run ends with; resumable: a whole checkpoint; model: weights alone, which cannot be "
         "resumed; hf: a whole checkpoint, and in RUN/exports what transformers loads, also when preempted",
     )
+    folder: Path | None = Field(
+        None,
+        description="folder on another disk for the checkpoints, e.g. /scratch/me: they lie in <folder>/<run.name>, to "
+        "which RUN/checkpoints is a link; null: in the folder of the run",
+    )
     retry_for: NonNegative = Field(60.0, description="seconds to retry a save after a temporary disk error")
     background: bool = Field(True, description="write while training continues; takes memory for one copy of the state")
     on_failure: Literal["stop", "continue"] = Field(
@@ -244,6 +249,14 @@ class Checkpoint(Settings):
         "due",
     )
     upload: Upload = Upload()
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> Checkpoint:
+        if self.folder is not None and not self.folder.is_absolute():
+            raise ValueError(
+                f"checkpoint.folder={self.folder} is not an absolute path, which a resume could find again"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_keep_every(self) -> Checkpoint:

@@ -77,7 +77,7 @@ def take_over(run: ResolvedRun, config: RunConfig, owner: dict[str, str], token:
             )
     run_directory.refuse_unusable(named)
     run = from_newest_alone(replace(run, config=named, directory=path))
-    stack.enter_context(run_directory.hold_directory(path))
+    stack.enter_context(run_directory.hold_run(named))
     node_parts.follow(run, owner)
     local_processes.remove_old_faults(path)
     return run

@@ -79,7 +79,7 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
     new = request.config.run.name is None and request.job is None
     config, allow = run_directory.with_name(request.config, request.job), request.allow
     fetching = restore.Restore.from_config(config, run_directory.run_path(config))
-    fetching.begin(new, lambda: run_directory.hold_directory(run_directory.run_path(config)))
+    fetching.begin(new, lambda: run_directory.hold_run(config))
     first = plan_run(config)
     planned, measured = first.config, None
     if first.resume is None and fetching.partial is None:
@@ -97,7 +97,7 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
     if new:
         config = run_directory.claim_directory(config)
         fetching = restore.Restore.from_config(config, run_directory.run_path(config))
-    with run_directory.hold_directory(run_directory.run_path(config)):
+    with run_directory.hold_run(config):
         fetching.finish()
         run = plan_run(config, data, micro_batch=measured, held=True)  # another start may have changed it meanwhile
         run = replace(run, origins=request.origins, command=_resume_words(request.command, run.config))

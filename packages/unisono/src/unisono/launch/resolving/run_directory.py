@@ -19,7 +19,7 @@ from typing import Any, NotRequired
 import yaml
 from typing_extensions import TypedDict
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.remote import store_lock
 from unisono.checkpoint.remote.description import ASSETS
 from unisono.config import CONFIG_FILE, environment, fingerprint
@@ -70,6 +70,8 @@ def refuse_unusable(config: RunConfig) -> None:
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
     harmless = {run_lock.FOLDER, CERTIFICATE, store_lock.LOCAL_FILE}
+    if (target := placement.find_target(config)) is not None and placement.leads_to(folder / placement.NAME, target):
+        harmless.add(placement.NAME)
     inside = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY_SUFFIX] if folder.exists() else []
     if set(inside) - harmless and not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not empty and is not a run directory (no config.yaml); choose another run.name")
@@ -77,13 +79,13 @@ def refuse_unusable(config: RunConfig) -> None:
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or set run.resume=auto"
         )
-    saved = folder / "checkpoints"
-    if os.path.lexists(saved) and (saved.is_symlink() or not saved.is_dir()):
-        raise RunError(
-            f"{saved} is {safe_paths.describe_kind(saved.lstat().st_mode)}, and a run writes only into folders of its "
-            "own. Move it away, or what a link leads to into its place; to save elsewhere, set run.dir, or let the "
-            "run's folder be the link"
-        )
+    placement.refuse_elsewhere(config, folder)
+    for name in config.observe.trackers:  # which write into the folder of their name, from a thread of their own
+        if os.path.lexists(path := folder / name) and (path.is_symlink() or not path.is_dir()):
+            raise RunError(
+                f"{path} is {safe_paths.describe_kind(path.lstat().st_mode)}, where observe.trackers={name} has its "
+                "folder, and nothing is written through it; move it away"
+            )
     _refuse_case_collision(config)
 
 
@@ -120,6 +122,23 @@ def claim_directory(config: RunConfig) -> RunConfig:
             raise _unwritable_error(run_path(config), error) from error
         else:
             return config
+
+
+@contextmanager
+def hold_run(config: RunConfig) -> Iterator[None]:
+    """Hold the folder of a named run, with a place for its checkpoints.
+
+    Raises:
+        RunError: As for `hold_directory`; if its checkpoints lie where they must not.
+    """
+    folder = run_path(config)
+    placement.refuse_elsewhere(config, folder)  # before anything in it is removed or fetched
+    with hold_directory(folder):
+        try:
+            placement.place(config, folder)
+        except OSError as error:
+            raise _unwritable_error(config.checkpoint.folder or folder, error) from error
+        yield
 
 
 @contextmanager
