@@ -102,6 +102,13 @@ def _consider_states(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
     drifts = quantity == "outputs" and diagnosis.fault == FaultName.REPLICA_DRIFT
     if (is_open or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis(FaultName.FORWARD_CHANGES_PARAMETERS, why)
+    late = pattern.root.late_buffers if pattern.worst.step > 1 and not pattern.is_resumed else []
+    if is_open and late and not kept:
+        agree = f"rows and weights agree, {quantity} do not"
+        because = (
+            f"{agree}; passes change {join_names(late, 3)}, so what reads it depends on how many there were before"
+        )
+        return replace(build_diagnosis(diagnosis.fault, because), remedy=_KEPT_REMEDY)
     if not kept:
         return diagnosis
     if is_open and pattern.is_resumed and not diagnosis.is_of_the_call:
