@@ -348,8 +348,8 @@ class _CaseRun:
             if name:
                 facts.evaluation_again = [other]
                 facts.unstable_evaluation = (
-                    f"it reads self.{name}, which evaluations before it have changed and no checkpoint has: with another "
-                    "number there it comes to something else"
+                    f"it reads self.{name}, which evaluations before it have changed and no checkpoint has: with "
+                    "another number there it comes to something else"
                 )
         facts.held_out = {rows: digest for e in everyone for rows, digest in e[2].items()}
 

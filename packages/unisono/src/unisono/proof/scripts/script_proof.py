@@ -34,6 +34,7 @@ from unisono.proof.scripts.judging.script_comparison import (
     differ_in_order_alone,
     drop_unrepeatable_reports,
     find_other_buffers,
+    find_unmoved,
     have_same_copies,
     is_port_taken,
     name_local_statistics,
@@ -364,6 +365,11 @@ def _complete(
     if left_out and judged.diagnosis is not None and judged.diagnosis.is_neutral:
         detail = f"step {step}: what the backward passes of ranks {left_out} made is not in the update"
         judged.diagnosis = build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
+    is_late = first is not None and (first.worst.step > 1 or first.quantity in ("optimizer state", "parameters"))
+    is_open = is_late and judged.diagnosis is not None and judged.diagnosis.is_neutral
+    if is_open and (still := find_unmoved(mine, reference)):
+        detail = f"{join_names(still, 3)}: moved on one process, and by no update here"
+        judged.diagnosis = build_diagnosis(FaultName.PARAMETERS_NOT_TRAINED, detail)
     if first and check.failed in judged.invariants and first.quantity not in ("initial parameters", "sample ids"):
         same_step = check.failed is not None and check.failed.worst.step == first.worst.step
         judged.diagnosis = check.diagnosis if same_step else judged.diagnosis
