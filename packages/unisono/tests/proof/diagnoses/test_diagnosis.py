@@ -335,6 +335,15 @@ def test_a_difference_of_rounding_where_bits_have_to_be_equal(tmp_path: Path, qu
 # errors ---------------------------------------------------------------------------------------------------------------
 
 
+def test_updates_that_the_optimizers_of_ranks_count_otherwise_are_told_beside_the_parameters(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    apart = [f"'{name}' is not the same on ranks [0] and [1]" for name in ("a", "optimizer/a/step")]
+    found[0].facts.steps = [replace(found[0].facts.steps[0], replicas=apart[:n]) for n in (1, 2)]
+    assert "a rank has not restored the optimizer's state" not in diagnose(found, failed("replicas", 1)).because
+    because = diagnose(found, failed("replicas", 2)).because
+    assert "others differ: 'a' is not the same" in because and "has not restored the optimizer's state" in because
+
+
 def test_a_buffer_that_begins_otherwise_on_a_rank_is_told_as_such(tmp_path: Path) -> None:
     found = told(
         tmp_path, failed("initial parameters", 0), initial_buffers=["'b' is not the same on ranks [0] and [1]"]

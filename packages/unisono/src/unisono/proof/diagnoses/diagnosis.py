@@ -312,8 +312,13 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
     if average := pattern.average_apart:
         return build_diagnosis(FaultName.EMA_DRIFT, f"{average}, and their weights are")
-    first = f": {pattern.step.replicas[0]}" if pattern.step.replicas else ""
-    return build_diagnosis(FaultName.REPLICA_DRIFT, f"what rank 0 has is that of one process, and others differ{first}")
+    apart = pattern.step.replicas
+    because = f"what rank 0 has is that of one process, and others differ{f': {apart[0]}' if apart else ''}"
+    if counted := next((said for said in apart if said.startswith("'optimizer/") and "/step' " in said), ""):
+        because += (
+            f"; {counted}: a rank has not restored the optimizer's state, has begun it anew, or left out an update"
+        )
+    return build_diagnosis(FaultName.REPLICA_DRIFT, because)
 
 
 def _diagnose_buffers(pattern: Pattern) -> Diagnosis:
