@@ -23,7 +23,7 @@ from unisono.proof.scripts.judging.script_comparison import (
     find_unmoved,
     name_local_statistics,
 )
-from unisono.proof.scripts.judging.self_check import SelfCheck
+from unisono.proof.scripts.judging.self_check import TOGETHER, SelfCheck
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, fill_reports
 from unisono.proof.scripts.recording.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import choose_losses, note_reduction
@@ -87,6 +87,14 @@ def test_losses_are_those_of_ranks_where_only_the_gradients_are_scaled(
     minimised: float, average: float, of_ranks: bool
 ) -> None:
     check = SelfCheck([], [minimised, 9.0], [average, 4.5], 2, "sum")
+    assert choose_losses(check, [1.4, 4.0]) == (check.averages if of_ranks else check.losses)
+
+
+@pytest.mark.parametrize(("average", "of_ranks"), [(1.4, True), (0.7, False)])
+def test_losses_are_those_of_ranks_where_parameters_are_brought_together_after_updates(
+    average: float, of_ranks: bool
+) -> None:
+    check = SelfCheck([], [None, None], [average, 4.5], 2, "", inside=TOGETHER)
     assert choose_losses(check, [1.4, 4.0]) == (check.averages if of_ranks else check.losses)
 
 
