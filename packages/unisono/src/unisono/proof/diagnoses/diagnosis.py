@@ -104,7 +104,7 @@ def _consider_states(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
         return build_diagnosis(FaultName.FORWARD_CHANGES_PARAMETERS, why)
     late = pattern.root.late_buffers if pattern.worst.step > 1 and not pattern.is_resumed else []
     if is_open and late and not kept:
-        agree = f"rows and weights agree, {quantity} do not"
+        agree = f"rows and weights of step {pattern.worst.step} agree"
         because = (
             f"{agree}; passes change {join_names(late, 3)}, so what reads it depends on how many there were before"
         )
