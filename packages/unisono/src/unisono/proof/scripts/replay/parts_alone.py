@@ -136,7 +136,8 @@ def explain_parts(
     if any(predictions.is_equal(loss, whole.loss, limit) for loss in losses):
         detail = (
             f"{each}; these losses add up to that of all rows, and their gradients do not: a hook, a clamp or a factor "
-            "without a gradient takes something of several rows before anything is reduced"
+            "without a gradient takes something of several rows before anything is reduced, or the script adds to "
+            "gradients by itself (a decay)"
         )
         return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     shown = ", ".join(f"{rank.loss:.6g}" for rank in ranks)
