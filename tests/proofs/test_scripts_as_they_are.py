@@ -71,6 +71,7 @@ FAULTY = [
     ("parted", ["gathered"], "The gradients across samples depend on the layout"),
     ("carried", ["broadcast"], "The loss depends on the layout"),
     ("parted", ["local pairs over N"], "A statistic of the batch is taken of its parts"),
+    ("parted", ["spikes"], "A statistic of the batch is taken of its parts"),
     ("selected", ["padded"], "The evaluation depends on the layout"),
     ("selected", ["teacher"], "The moving average drifts"),
     ("selected", ["average"], "The moving average drifts"),

@@ -71,6 +71,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len, ki
         (np.sum, np.sum, {}),  # rows may count as much as they like
         (np.mean, lambda x: 1.0, {"term": "mean"}),
         (lambda x: len(x) * np.average(x, weights=x), len, {"term": "mean"}),
+        (lambda x: len(x) * x.sum() / max(0.4, (x - 1).sum()), len, {"term": "mean"}),  # a row that counts nothing
         (np.mean, len, {"term": "averaged"}),
         (lambda x: x.sum() + 0.5, len, {"term": "constant"}),
         (np.var, len, {"term": "statistic"}),

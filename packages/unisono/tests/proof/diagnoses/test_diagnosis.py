@@ -111,6 +111,24 @@ def test_what_any_late_step_changes_in_the_task_stays_known() -> None:
     assert facts.kept_by_task == "self.best"
 
 
+def test_a_buffer_that_passes_change_after_the_first_update_is_seen_and_told_in_place_of_a_rank(tmp_path: Path) -> None:
+    """A teacher that begins as a copy of its student, and follows it with every pass."""
+    facts, buffers = RunFacts(), {"teacher": np.zeros(2), "running_mean": np.zeros(2)}
+    view = SimpleNamespace(whole=lambda what: buffers if what == "buffers" else {}, local_buffers=["running_mean"])
+    probe = PassProbe(view, LinearTask(), facts)  # type: ignore[arg-type]
+    for step in range(2):
+        probe.on_step_begin(step, [])
+        buffers |= {name: value + step for name, value in buffers.items()}
+        probe.on_gradients()
+    assert facts.late_buffers == ["teacher"]
+    found = pair(tmp_path, None)
+    found[1].facts.probed, found[1].facts.late_buffers = True, facts.late_buffers
+    diagnosed = diagnose(found, failed("outputs", 2))
+    assert diagnosed.fault == "The forward pass depends on the layout"
+    assert "passes change teacher, so what reads it" in diagnosed.because and "rank" not in diagnosed.because
+    assert "teacher" not in diagnose(found, failed("outputs", 1)).because  # with the buffers that the first pass found
+
+
 def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: Path) -> None:
     found = pair(tmp_path, None)
     found[1].facts.probed, found[1].facts.kept_by_task = True, "self.calls"
@@ -315,6 +333,15 @@ def test_a_difference_of_rounding_where_bits_have_to_be_equal(tmp_path: Path, qu
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_updates_that_the_optimizers_of_ranks_count_otherwise_are_told_beside_the_parameters(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    apart = [f"'{name}' is not the same on ranks [0] and [1]" for name in ("a", "optimizer/a/step")]
+    found[0].facts.steps = [replace(found[0].facts.steps[0], replicas=apart[:n]) for n in (1, 2)]
+    assert "a rank has not restored the optimizer's state" not in diagnose(found, failed("replicas", 1)).because
+    because = diagnose(found, failed("replicas", 2)).because
+    assert "others differ: 'a' is not the same" in because and "has not restored the optimizer's state" in because
 
 
 def test_a_buffer_that_begins_otherwise_on_a_rank_is_told_as_such(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def _consider_states(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
     drifts = quantity == "outputs" and diagnosis.fault == FaultName.REPLICA_DRIFT
     if (is_open or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis(FaultName.FORWARD_CHANGES_PARAMETERS, why)
+    late = pattern.root.late_buffers if pattern.worst.step > 1 and not pattern.is_resumed else []
+    if is_open and late and not kept:
+        agree = f"rows and weights of step {pattern.worst.step} agree"
+        because = (
+            f"{agree}; passes change {join_names(late, 3)}, so what reads it depends on how many there were before"
+        )
+        return replace(build_diagnosis(diagnosis.fault, because), remedy=_KEPT_REMEDY)
     if not kept:
         return diagnosis
     if is_open and pattern.is_resumed and not diagnosis.is_of_the_call:
@@ -305,8 +312,13 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
     if average := pattern.average_apart:
         return build_diagnosis(FaultName.EMA_DRIFT, f"{average}, and their weights are")
-    first = f": {pattern.step.replicas[0]}" if pattern.step.replicas else ""
-    return build_diagnosis(FaultName.REPLICA_DRIFT, f"what rank 0 has is that of one process, and others differ{first}")
+    apart = pattern.step.replicas
+    because = f"what rank 0 has is that of one process, and others differ{f': {apart[0]}' if apart else ''}"
+    if counted := next((said for said in apart if said.startswith("'optimizer/") and "/step' " in said), ""):
+        because += (
+            f"; {counted}: a rank has not restored the optimizer's state, has begun it anew, or left out an update"
+        )
+    return build_diagnosis(FaultName.REPLICA_DRIFT, because)
 
 
 def _diagnose_buffers(pattern: Pattern) -> Diagnosis:

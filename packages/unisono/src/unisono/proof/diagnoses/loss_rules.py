@@ -72,7 +72,7 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     if not pattern.parts and (why := pattern.root.padding):
         return build_diagnosis(FaultName.PADDING_IN_LOSS, why)
     if uneven:
-        return build_diagnosis(FaultName.LOSS_BY_MICRO_BATCH, uneven)
+        return replace(build_diagnosis(FaultName.LOSS_BY_MICRO_BATCH, uneven), remedy=_COUNTS_ADD_UP)
     if kind := _diagnose_kind(pattern, "constant", "averaged", "statistic"):
         return kind
     if not from_outputs and (detail := pattern.other_draws):
@@ -84,6 +84,7 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     return diagnose_neutrally(pattern)
 
 
+_COUNTS_ADD_UP = "return counts that add up over rows, as whole numbers or in fp64"
 _OF_OWN_ROWS = "return the sum over the rows of this micro-batch alone: sums are added up over ranks anyway"
 
 

@@ -45,7 +45,7 @@ REMEDIES: dict[FaultName, str] = {
     FaultName.SECOND_RESUME: "save totals: what is counted from the last start begins at zero with every start",
     # loss
     FaultName.MEAN_OF_MEANS: "add up sums and counts over micro-batches and ranks, and divide once",
-    FaultName.CROSS_SAMPLE_LOSS: "count rows from global_batch.first on, and divide by all pairs",
+    FaultName.CROSS_SAMPLE_LOSS: "count rows from global_batch.first on, divide by all pairs, count in global_batch",
     FaultName.STATISTIC_OF_PARTS: "use counts(), all the data, or cross_sample='whole'",
     FaultName.TERM_PER_MICRO_BATCH: "multiply it by the count of its term, or leave it to weight decay",
     FaultName.SCALED_LOSS: "divide the summed loss once, by the count over all ranks",

@@ -77,7 +77,22 @@ def _kind(sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...]
         return "averaged"
     if _is_scaled_by_number(sums, floor):
         return "number"
+    if _is_mean_of_some(sums, counts, floor):
+        return "mean"
     return "largest" if is_additive_but_for_one(sums, floor) else "statistic"
+
+
+def _is_mean_of_some(
+    sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], float], floor: float
+) -> bool:
+    """Whether all sets of three rows are such means, whose count of the fourth is 0 and clamped where it is alone."""
+    for some in combinations(sorted({row for rows in sums for row in rows}), 3):
+        part = {rows: value for rows, value in sums.items() if {*rows} <= {*some}}
+        if is_additive(part, floor):
+            continue
+        if own_mean_weights({rows: value / counts[rows] for rows, value in part.items()}, floor):
+            return True
+    return False
 
 
 def _is_scaled_by_number(values: Mapping[tuple[int, ...], float], limit: float) -> bool:

@@ -19,7 +19,7 @@ _ROUNDING = 1e-9  # in fp64, the precision in which a task is tried
 
 
 class PassProbe(Observer):
-    """Makes the first backward pass twice, and sees whether passes of any step change parameters, or the task.
+    """Makes the first backward pass twice, and sees whether passes of any step change parameters, buffers or the task.
 
     A teacher that is still a copy of its student changes in no pass before the first update, so every step is watched.
 
@@ -33,11 +33,13 @@ class PassProbe(Observer):
         self._view, self._task, self._facts = view, task, facts
         self._is_first = True
         self._kept: dict[str, None] = {}  # what passes have changed of the task
+        self._buffers: dict[str, int] = {}
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """See `Observer`."""
         self._before, self._attributes = digest_parameters(self._view), self._digest_kept()
         self._is_late = step > 0
+        self._buffers = self._digest_buffers() if self._is_late else {}
 
     def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
         """Derive the loss of the first micro-batch twice from the same graph: a hook that draws gives two gradients."""
@@ -63,6 +65,14 @@ class PassProbe(Observer):
         if self._is_late:  # what the first passes keep may be a cache, which is filled once
             self._kept |= {name: None for name in now if now[name] != self._attributes.get(name)}
             self._facts.kept_by_task = join_names(self._kept)
+            after = self._digest_buffers()
+            changed = [name for name in after if after[name] != self._buffers.get(name)]
+            self._facts.late_buffers = self._facts.late_buffers or changed
+
+    def _digest_buffers(self) -> dict[str, int]:
+        """Without those that are known to be of the rows of one process."""
+        buffers = self._view.whole("buffers")
+        return {name: checksum(value) for name, value in buffers.items() if name not in self._view.local_buffers}
 
     def _digest_kept(self) -> dict[str, int]:
         return digest_kept(self._task, getattr(self._view, "module", None), caches=False)

@@ -29,6 +29,7 @@ from unisono.proof import engines
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
 from unisono.proof.probes.build_probe import find_overlapping, probe_build
+from unisono.proof.probes.evaluation_probe import find_kept_number, read_numbers
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
@@ -327,6 +328,7 @@ class _CaseRun:
         def evaluate() -> dict[str, float]:
             return held_out.evaluate(engine, steps, self.scalars(steps - 1))
 
+        numbers = read_numbers(self.task)
         values = [evaluate() for _ in range(1 + again)]
         digests = {
             str(micro.rows.tolist()): content_digest(micro)
@@ -341,6 +343,14 @@ class _CaseRun:
         if again and values[0] != values[1] and self.process.world_size == 1:
             module = getattr(engine.view, "module", None)
             facts.unstable_evaluation = describe_state(self.task, evaluate, {}, seeded=(), model=module)
+        elif again and not self.case.reference:
+            name, other = find_kept_number(self.task, evaluate, numbers, values[0])
+            if name:
+                facts.evaluation_again = [other]
+                facts.unstable_evaluation = (
+                    f"it reads self.{name}, which evaluations before it have changed and no checkpoint has: with "
+                    "another number there it comes to something else"
+                )
         facts.held_out = {rows: digest for e in everyone for rows, digest in e[2].items()}
 
     def _update_as_reference(self) -> None:

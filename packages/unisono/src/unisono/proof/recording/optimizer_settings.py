@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# What is compared by itself, and how torch executes an update, which layouts may choose otherwise.
+_OF_NO_UPDATE = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 Settings = Sequence[Mapping[str, Sequence[float]]]  # group by group and by name
 
 
@@ -15,7 +17,7 @@ def read_settings(optimizer: Any) -> list[dict[str, list[float]]]:
         {
             name: [float(one) for one in (value if isinstance(value, list | tuple) else [value])]
             for name, value in group.items()
-            if name not in ("params", "lr", "initial_lr") and _is_numeric(value)
+            if name not in _OF_NO_UPDATE and _is_numeric(value)
         }
         for group in optimizer.param_groups
     ]

@@ -134,6 +134,7 @@ class RunFacts:
 
     # A forward pass that was tried by itself.
     reseeded: bool = False  # whether something in it seeds the generator that was seeded for it, so keys say nothing
+    late_buffers: list[str] = field(default_factory=list)  # that passes change once an update was made
     carried: list[str] = field(default_factory=list)  # buffers that it reads and changes: the next begins with these
     neighbours: bool = False  # whether what is computed for a row depends on the rows beside it in its micro-batch
     beside: str = ""  # on which of them, where it is not all of them

@@ -34,6 +34,7 @@ from unisono.proof.scripts.judging.script_comparison import (
     differ_in_order_alone,
     drop_unrepeatable_reports,
     find_other_buffers,
+    find_unmoved,
     have_same_copies,
     is_port_taken,
     name_local_statistics,
@@ -301,10 +302,15 @@ def _fill_losses(traces: Mapping[str, ScriptTrace], checks: Mapping[str, self_ch
 def choose_losses(check: self_check.SelfCheck, reference: Sequence[float | None]) -> list[float | None]:
     """The losses of a run: the function that was minimised, or what its ranks themselves have.
 
+    So where parameters are brought together after each update: gradients are of each rank then, and weights of all, so
+    that the ranks' losses are that of one process, if they are in the first step.
+
     Where the latter are right in the first step, and the former is the number of processes times as much, or that part
     of it, it is not the loss that is scaled, but the gradients after it.
     """
     minimised, average, wanted = check.losses[0], check.averages[0], reference[0]
+    if check.inside == self_check.TOGETHER and average is not None and wanted is not None:
+        return check.averages if predictions.is_equal(average, wanted, _AGREE) else check.losses
     if minimised is None or average is None or wanted is None or not predictions.is_equal(average, wanted, _AGREE):
         return check.losses
     ratio = minimised / average if average else 1.0
@@ -324,6 +330,10 @@ def _complete(
     drawn = _DRAWS if mine.facts.random or reference.facts.random else ""
     rates = "global batch" not in rows and not reference.facts.rate_by_loss  # do not depend on rows
 
+    def moved_apart(step: int) -> bool:  # whether ranks compute with other weights than one process, as in step 1 not
+        first, now = (script_rows.are_parts_of(mine, reference, number) for number in (0, step - 1))
+        return first and not now
+
     def reason_to_abstain(one: ComparedQuantity) -> str:
         if stray and one.allowed > MAX_ROUNDING[mine.precision]:
             return stray  # what was measured then is not rounding, and nothing is shown by differences within it
@@ -333,6 +343,8 @@ def _complete(
             return ""
         if stray:
             return stray
+        if one.quantity == "loss" and check.inside == self_check.TOGETHER and not moved_apart(one.worst.step):
+            return check.inside
         if one.quantity == "EMA" and not have_same_copies(mine, reference):
             return "a copy of the model is there in one of the runs only"
         if one.quantity == "buffers" and gradients_agree and differ_in_order_alone(mine, reference, one.allowed):
@@ -364,6 +376,17 @@ def _complete(
     if left_out and judged.diagnosis is not None and judged.diagnosis.is_neutral:
         detail = f"step {step}: what the backward passes of ranks {left_out} made is not in the update"
         judged.diagnosis = build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
+    is_late = first is not None and (first.worst.step > 1 or first.quantity in ("optimizer state", "parameters"))
+    is_open = is_late and judged.diagnosis is not None and judged.diagnosis.is_neutral
+    if is_open and (still := find_unmoved(mine, reference)):
+        detail = f"{join_names(still, 3)}: moved on one process, and by no update here"
+        judged.diagnosis = build_diagnosis(FaultName.PARAMETERS_NOT_TRAINED, detail)
+    if first and first.quantity == "loss" and check.inside == self_check.TOGETHER and first.worst.step > 1:
+        detail = (
+            "each rank makes an update of its own gradients, and the script brings parameters together after it, of "
+            f"which step {first.worst.step} has another loss than one process; averaged they are the same for plain SGD"
+        )
+        judged.diagnosis = build_diagnosis(FaultName.NOT_SYNCHRONISED, detail)
     if first and check.failed in judged.invariants and first.quantity not in ("initial parameters", "sample ids"):
         same_step = check.failed is not None and check.failed.worst.step == first.worst.step
         judged.diagnosis = check.diagnosis if same_step else judged.diagnosis

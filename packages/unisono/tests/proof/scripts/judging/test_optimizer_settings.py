@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from packages.unisono.tests.proof.script_traces import write_script_trace
 from unisono.proof.diagnoses.remedies import build_diagnosis
-from unisono.proof.recording.optimizer_settings import read_settings
 from unisono.proof.scripts.judging.optimizer_settings import add_settings
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.runtime.fault_names import FaultName
@@ -54,10 +52,3 @@ def test_the_setting_that_differs_first_is_named(tmp_path: Path, ranks: list[Gro
     assert (found.remedy != drift.remedy) == bool(told)
     scaled = build_diagnosis(FaultName.SCALED_GRADIENTS, "by 2")
     assert add_settings(scaled, mine, reference, 2, 1e-7) is scaled  # of gradients, which no setting changes
-
-
-def test_settings_are_the_numbers_beside_rates() -> None:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.3, betas=(0.8, 0.9), weight_decay=0.2)
-    (group,) = read_settings(optimizer)
-    assert (group["betas"], group["weight_decay"], group["amsgrad"]) == ([0.8, 0.9], [0.2], [0.0])
-    assert not {"lr", "params", "foreach"} & {*group}

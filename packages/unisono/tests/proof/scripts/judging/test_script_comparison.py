@@ -20,9 +20,10 @@ from unisono.proof.scripts.judging.script_comparison import (
     differ_in_order_alone,
     drop_unrepeatable_reports,
     find_local_statistics,
+    find_unmoved,
     name_local_statistics,
 )
-from unisono.proof.scripts.judging.self_check import SelfCheck
+from unisono.proof.scripts.judging.self_check import TOGETHER, SelfCheck
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, fill_reports
 from unisono.proof.scripts.recording.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import choose_losses, note_reduction
@@ -86,6 +87,14 @@ def test_losses_are_those_of_ranks_where_only_the_gradients_are_scaled(
     minimised: float, average: float, of_ranks: bool
 ) -> None:
     check = SelfCheck([], [minimised, 9.0], [average, 4.5], 2, "sum")
+    assert choose_losses(check, [1.4, 4.0]) == (check.averages if of_ranks else check.losses)
+
+
+@pytest.mark.parametrize(("average", "of_ranks"), [(1.4, True), (0.7, False)])
+def test_losses_are_those_of_ranks_where_parameters_are_brought_together_after_updates(
+    average: float, of_ranks: bool
+) -> None:
+    check = SelfCheck([], [None, None], [average, 4.5], 2, "", inside=TOGETHER)
     assert choose_losses(check, [1.4, 4.0]) == (check.averages if of_ranks else check.losses)
 
 
@@ -161,6 +170,20 @@ def test_a_queue_with_the_same_rows_in_another_order_is_told_from_other_rows(
         traces.append(write_script_trace(tmp_path / name, [[RankFacts()]]))
         write_tensors(tmp_path / name, "buffers", 0, {"queue": np.array(rows), "count": np.ones(1)})
     assert differ_in_order_alone(*traces, 1e-12) == alike
+
+
+def test_a_parameter_that_only_one_process_trains_is_found_after_two_steps(tmp_path: Path) -> None:
+    def write(name: str, moves: dict[str, float], steps: int) -> ScriptTrace:
+        trace = write_script_trace(tmp_path / name, [[RankFacts()]] * steps)
+        write_tensors(trace.folder, "initial parameters", None, {n: np.zeros(2) for n in moves})
+        for step in range(steps):
+            write_tensors(trace.folder, "parameters", step, {n: np.full(2, (step + 1) * m) for n, m in moves.items()})
+        return trace
+
+    one, many = write("one", {"a": 1.0, "b": 1.0, "c": 0.0}, 3), write("many", {"a": 1.0, "b": 0.0, "c": 0.0}, 3)
+    assert find_unmoved(many, one) == ["b"]
+    assert find_unmoved(one, many) == []
+    assert find_unmoved(write("short", {"a": 1.0, "b": 0.0, "c": 0.0}, 1), one) == []
 
 
 @pytest.mark.parametrize(("taken", "started"), [(0, 1), (2, 3), (9, 3)])

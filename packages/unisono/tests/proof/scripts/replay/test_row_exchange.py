@@ -32,6 +32,14 @@ def test_batches_are_given_side_by_side_or_in_turn(tmp_path: Path) -> None:
     assert [turns.take_batch(source, native, 1).tolist() for _ in range(4)] == [[1], [3], [2], [4]]
 
 
+def test_the_rows_of_one_rank_are_given_from_a_step_on_and_those_of_all_before_it(tmp_path: Path) -> None:
+    keep_batches(tmp_path, [[torch.tensor([1]), torch.tensor([2])], [torch.tensor([3]), torch.tensor([4])]])
+    replay, source, native = RowReplay(tmp_path, [1], "side by side", 1, 2), object(), torch.tensor([9])
+    first = replay.take_batch(source, native, 1)
+    replay.step = 1
+    assert [first.tolist(), replay.take_batch(source, native, 1).tolist()] == [[1, 3], [4]]
+
+
 def test_what_cannot_be_given_is_told_and_changes_nothing(tmp_path: Path) -> None:
     keep_batches(tmp_path, [[torch.zeros(2, 3)], [torch.zeros(2, 4)]])
     replay, native = RowReplay(tmp_path, [0, 1], "side by side"), torch.ones(1, 3)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from unisono.proof.diagnoses import predictions
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
-from unisono.proof.scripts.judging.gradient_sums import have_other_weights
+from unisono.proof.scripts.judging.gradient_sums import ROUNDING, have_other_weights
 from unisono.proof.scripts.judging.self_check import computes_in_parts
 from unisono.proof.scripts.recording.rank_facts import (
     RankFacts,
@@ -110,6 +111,13 @@ def are_weighted_otherwise(mine: ScriptTrace, reference: ScriptTrace, step: int)
     own = [one for rank in range(len(m.by_rank)) for one in read_local_gradients(mine, rank, step)]
     ours, theirs = (sample_elements(trace.tensors("raw gradients", step)) for trace in (mine, reference))
     return have_other_weights(own, ours, theirs, mine.precision)
+
+
+def are_parts_of(mine: ScriptTrace, reference: ScriptTrace, step: int) -> bool:
+    """Whether the gradient of one process in a step, from 0, is a sum of what the ranks compute, with any weights."""
+    own = [one for rank in range(len(mine.ranks[step])) for one in read_local_gradients(mine, rank, step)]
+    whole = sample_elements(reference.tensors("raw gradients", step))
+    return bool(whole) and predictions.fit_weights(whole, own, ROUNDING[mine.precision]) is not None
 
 
 def _explain_numbers(mine: ScriptTrace, reference: ScriptTrace, step: int) -> str | None:

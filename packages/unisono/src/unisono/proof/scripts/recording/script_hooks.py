@@ -295,6 +295,8 @@ class ScriptWatch:
         if self._replayed is not None:
             self._replayed.restore_rates(optimizer)
         self.records.step(rows=[] if self._replayed is not None else self._rows)
+        if self._replay is not None:
+            self._replay.step = self.records.steps
         self._rows = []
         if self.is_over() and not self.has_callback:
             raise _EnoughSteps

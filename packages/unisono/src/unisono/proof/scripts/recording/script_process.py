@@ -59,6 +59,8 @@ class ScriptRun:
         rows_of: the folder of the trace, in that of the run, whose ranks' rows it is given; empty for its own.
         ranks: of the other run, whose rows these are.
         how: their batches are put together.
+        since: the step, from 0, from which on the rows are those of these alone; before it, those of all ranks.
+        all_ranks: how many there are.
         dropout: `off` where the script computes without.
         cuda: `cpu` where the CPU stands in place of a GPU.
         devices: then, how many GPUs it stands for; 0: one for every process.
@@ -77,6 +79,8 @@ class ScriptRun:
     rows_of: str = ""
     ranks: list[int] = field(default_factory=list)
     how: How = "side by side"
+    since: int = 0
+    all_ranks: int = 0
     dropout: Literal["on", "off"] = "on"
     cuda: Literal["auto", "cpu"] = "auto"
     devices: int = 0
@@ -148,7 +152,9 @@ def _load_watched(run: ScriptRun, folder: Path) -> Callable[[World], Any]:
     else:
         train = _load_function(run.reference)
         name = train.__name__
-    replayed = ReplayedRun(folder / run.rows_of, run.ranks, run.how) if run.rows_of else None
+    replayed = None
+    if run.rows_of:
+        replayed = ReplayedRun(folder / run.rows_of, run.ranks, run.how, run.since, run.all_ranks)
     return lambda world: script_hooks.run_watched(train, name, world, run.steps, replayed, run.next_epoch)
 
 

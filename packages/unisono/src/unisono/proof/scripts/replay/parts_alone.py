@@ -1,8 +1,8 @@
 """Why many processes compute another loss or gradient than one: a cause is tried on one process, and not guessed.
 
-One process is given the rows of each rank alone. Where it computes what that rank has computed, a rank computes nothing
-but a function of its rows, and the difference lies in how the rows are parted; where it does not, a rank's loss has
-something else in it.
+One process is given the rows of each rank alone, in the first step that differs. Where it computes what that rank has
+computed, a rank computes nothing but a function of its rows, and the difference lies in how the rows are parted; where
+it does not, a rank's loss has something else in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unisono.runtime.fault_names import FaultName
 
 _OPEN = (FaultName.LOSS_BY_LAYOUT, FaultName.GRADIENTS_BY_LAYOUT)
 _MOST_RANKS = 4  # whose rows are tried
+_LATEST = 11  # the last step, from 0, up to which that is tried
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,25 @@ class Computed:
 
 
 def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: ScriptTrace) -> None:
-    """Name the cause of a difference in the first update that has none yet, if trying it on one process shows it."""
+    """Name the cause of the first difference, which has none yet, if trying its step on one process shows it."""
     first, found = judged.first, judged.diagnosis
     size, mine = case.world_size, runs.traces.get(case.name)
     if first is None or found is None or found.fault not in _OPEN or mine is None or size > _MOST_RANKS:
         return
-    if first.worst.step != 1 or first.quantity not in ("loss", "raw gradients"):
+    step = first.worst.step - 1  # those before it agree
+    if not 0 <= step <= _LATEST or first.quantity not in ("loss", "raw gradients"):
         return
     if plan_replay(mine, reference).how != "side by side":
         return
-    ranks, whole = [_read(mine, rank) for rank in range(size)], _read(reference, 0)
-    alone = [_compute_alone(runs, case, mine, [rank]) for rank in range(size)]
+    ranks, whole = [_read(mine, rank, step) for rank in range(size)], _read(reference, 0, step)
+    alone = [_compute_alone(runs, case, mine, [rank], step) for rank in range(size)]
     known = [one for one in alone if one is not None]
     if not whole.gradient or len(known) < size or any(not rank.gradient for rank in ranks):
         return
-    limit = ROUNDING[mine.precision]
-    exchanged = {line: kind for rank in mine.ranks[0] for line, kind in rank.exchanged.items()}
+    limit = max(ROUNDING[mine.precision], first.allowed)
+    exchanged = {line: kind for rank in mine.ranks[step] for line, kind in rank.exchanged.items()}
     if (factor := find_factor(ranks, known, limit)) is not None:
-        twice = _compute_alone(runs, case, mine, [0, 0]) if _is_sum(mine, ranks, limit) else None
+        twice = _compute_alone(runs, case, mine, [0, 0], step) if _is_sum(mine, ranks, limit, step) else None
         known, twice = [one.times(factor) for one in known], twice and twice.times(factor)
         judged.diagnosis = explain_parts(ranks, known, whole, twice, limit, factor) or found
     elif any(one.numbers for one in known):
@@ -84,7 +86,7 @@ def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: S
     elif first.quantity == "raw gradients" and exchanged:
         judged.diagnosis = explain_exchange(ranks, whole, exchanged, found, limit)
     elif not exchanged:
-        judged.diagnosis = explain_process(ranks, known, limit) or found
+        judged.diagnosis = explain_process(ranks, known, limit, step)
 
 
 def find_factor(ranks: Sequence[Computed], alone: Sequence[Computed], limit: float) -> float | None:
@@ -134,7 +136,8 @@ def explain_parts(
     if any(predictions.is_equal(loss, whole.loss, limit) for loss in losses):
         detail = (
             f"{each}; these losses add up to that of all rows, and their gradients do not: a hook, a clamp or a factor "
-            "without a gradient takes something of several rows before anything is reduced"
+            "without a gradient takes something of several rows before anything is reduced, or the script adds to "
+            "gradients by itself (a decay)"
         )
         return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     shown = ", ".join(f"{rank.loss:.6g}" for rank in ranks)
@@ -175,40 +178,48 @@ def explain_exchange(
     return replace(diagnosis, remedy="exchange them with a backward pass (torch.distributed.nn.functional), no detach")
 
 
-def explain_process(ranks: Sequence[Computed], alone: Sequence[Computed], limit: float) -> Diagnosis:
+def explain_process(ranks: Sequence[Computed], alone: Sequence[Computed], limit: float, step: int = 0) -> Diagnosis:
     """The name where one process computes another loss of the rows of a rank, and no exchange was seen."""
     off = [n for n, (rank, one) in enumerate(zip(ranks, alone, strict=True)) if not one.equals(rank, limit)]
     shown = "; ".join(f"{ranks[n].loss:.6g} on rank {n} and {alone[n].loss:.6g} on one process" for n in off[:2])
+    read = "as the rank, a count or a statistic of the rank's part of the data, or a state"
+    if step:
+        read = f"and the steps up to {step} agree: look first at what a rank keeps of its own rows from step to step"
     detail = (
         f"one process that is given the rows of a rank alone computes another loss or gradient than it ({shown}), and "
-        "no exchange between ranks was seen within a pass (of those that are watched): it reads what is not in these "
-        "rows, as the rank, a count or a statistic of the rank's part of the data, or a state"
+        f"no exchange between ranks was seen within a pass (of those that are watched): it reads what is not in these "
+        f"rows, {read}"
     )
     return build_diagnosis(FaultName.LOSS_BY_PROCESS, detail)
 
 
-def _is_sum(mine: ScriptTrace, ranks: Sequence[Computed], limit: float) -> bool:
+def _is_sum(mine: ScriptTrace, ranks: Sequence[Computed], limit: float, step: int) -> bool:
     total = add_gradients([rank.gradient for rank in ranks])
-    reduced = mine.tensors("reduced gradients of rank 0", 0)
+    reduced = mine.tensors("reduced gradients of rank 0", step)
     return predictions.reproduces(total, reduced, limit)
 
 
-def _read(trace: ScriptTrace, rank: int) -> Computed:
-    seen = trace.ranks[0][rank]
-    return Computed(sum(seen.losses), add_gradients(read_local_gradients(trace, rank, 0)))
+def _read(trace: ScriptTrace, rank: int, step: int) -> Computed:
+    seen = trace.ranks[step][rank]
+    return Computed(sum(seen.losses), add_gradients(read_local_gradients(trace, rank, step)))
 
 
-def _compute_alone(runs: ScriptRuns, case: Case, mine: ScriptTrace, ranks: list[int]) -> Computed | None:
-    """What one process computes of the rows of these ranks; None where it was not given them."""
+def _compute_alone(runs: ScriptRuns, case: Case, mine: ScriptTrace, ranks: list[int], step: int) -> Computed | None:
+    """What one process computes of the rows of these ranks, after steps of all; None where it was not given them."""
     name = f"1 process, on the rows of rank {' and '.join(map(str, ranks))} of {case.world_size}"
-    runs.changes[name] = {"rows_of": mine.folder.name, "ranks": ranks, "steps": 1, "next_epoch": False}
+    runs.changes[name] = {
+        "rows_of": mine.folder.name, "ranks": ranks, "steps": step + 1, "next_epoch": False,
+        "since": step, "all_ranks": case.world_size,
+    }  # fmt: skip
     trace = runs.record(Case(name, 1, {}, case.precision))
     runs.ended.pop(name, None)
     if trace is None:
         return None
-    wanted = Counter(row for rank in ranks for row in mine.ranks[0][rank].inputs)
-    reading = read_reading(trace.folder, 0)
-    if not wanted or wanted != Counter(trace.ranks[0][0].inputs) or reading is None or reading.reason:
+    if len(trace.ranks) <= step:
         return None
-    made = _read(trace, 0)
+    wanted = Counter(row for rank in ranks for row in mine.ranks[step][rank].inputs)
+    reading = read_reading(trace.folder, 0)
+    if not wanted or wanted != Counter(trace.ranks[step][0].inputs) or reading is None or reading.reason:
+        return None
+    made = _read(trace, 0, step)
     return replace(made, beside=reading.beside, standardised=reading.standardised, numbers=reads_numbers(trace))

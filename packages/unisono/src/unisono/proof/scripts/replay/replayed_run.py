@@ -22,10 +22,12 @@ class ReplayedRun:
         folder: of the other run's trace.
         ranks: of it, whose rows are given.
         how: their batches are put together.
+        since: the step, from 0, from which on it is given the rows of these alone, and those of all ranks before it.
+        all_ranks: how many there are.
     """
 
-    def __init__(self, folder: Path, ranks: Sequence[int], how: How) -> None:
-        self.exchange = RowReplay(folder, ranks, how)
+    def __init__(self, folder: Path, ranks: Sequence[int], how: How, since: int, all_ranks: int) -> None:
+        self.exchange = RowReplay(folder, ranks, how, since, all_ranks)
         self._rates = [step.lr[0] for step in Trace(folder).facts.steps]
         self._own: list[float | Tensor] = []
 

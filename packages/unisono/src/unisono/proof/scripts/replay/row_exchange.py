@@ -138,15 +138,20 @@ class RowReplay:
         folder: of the other run's rows.
         ranks: of it, whose rows are given.
         how: their batches side by side, or those of one after the other.
+        since: the step, from 0, from which on it is given these; before it, those of all ranks.
+        all_ranks: how many these are, then.
 
     Attributes:
+        step: that is being made.
         reason: why a batch could not be given; empty if all were.
         beside: how what one rank gave to the loss past the model differs from what is here for the same rows.
     """
 
-    def __init__(self, folder: Path, ranks: Sequence[int], how: How) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[int], how: How, since: int = 0, all_ranks: int = 0) -> None:
+        self.step, self._since = 0, since
         self._store = ContentStore(folder / _CONTENT)
-        self._ranks = [read_rows(folder, rank) for rank in ranks]
+        self._later = [*ranks]
+        self._ranks = [read_rows(folder, rank) for rank in (range(all_ranks) if since else ranks)]
         self._how = how
         self._sources: list[object] = []
         self._fetched: list[int] = []
@@ -243,6 +248,8 @@ class RowReplay:
 
     def _places(self, number: int) -> list[tuple[int, int]]:
         """By rank, the number there of what stands in place of that of this number here."""
+        if self._since and self.step >= self._since:
+            return [(rank, number) for rank in self._later]
         size = len(self._ranks)
         return [(r, number) for r in range(size)] if self._how == "side by side" else [(number % size, number // size)]
 
