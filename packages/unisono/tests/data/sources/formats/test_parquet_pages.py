@@ -88,6 +88,7 @@ def test_values_are_counted_where_arrow_counts_them(pages: list[bytes]) -> None:
         (page(0, (5, BINARY, None)), "field 5 of a page's header is of a type"),
         (page(0, (5, STRUCTURE, [(1, NUMBER, (1 << 32) + 1)])), "too long"),
         (page(0, (1 << 16, NUMBER, 1), first(10, PLAIN)), "too long"),
+        (bytes.fromhex("1500 1508 1508 2c 1514 1500 15ffffffff7f 1506 00 00"), "too long"),  # as all writers have it
         (page(0, second(10, PLAIN)), "does not say how many"),
         (page(0, (5, STRUCTURE, [(2, NUMBER, PLAIN)])), "a negative number of values"),
     ],

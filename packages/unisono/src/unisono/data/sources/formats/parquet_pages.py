@@ -27,7 +27,7 @@ _Fields = dict[int, tuple[int, Any]]  # types and values, by the numbers of the 
 # least and greatest value are short. One match is a fifth of the time of taking them apart field by field, which is for
 # all others; what matches here means the same there.
 _NUMBER = rb"\x15([\x80-\xff]{0,2}[\x00-\x7f])"  # the next field, of at most 21 bits
-_COUNT = rb"[\x80-\xff]{0,4}[\x00-\x7f]"
+_COUNT = rb"(?:[\x80-\xff]{0,3}[\x00-\x7f]|[\x80-\xff]{4}[\x00-\x0f])"  # of at most 32 bits
 _TEXT = b"(?:%b)" % b"|".join(rb"\x%02x.{%d}" % (size, size) for size in range(65))
 _STATISTICS = rb"\x1c(?:(?:(?:\x18%b){2}\x16|\x36)%b(?:\x28%b\x18%b(?:[\x11\x12]{2})?)?)?\x00" % (
     _TEXT,
