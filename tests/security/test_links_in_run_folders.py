@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from unisono.checkpoint.core import commit, leftovers, placement
+from unisono.cli import main
 from unisono.config.code import own_runs
 from unisono.data.ledger import Ledger
 from unisono.engines.torch.profiler import TorchProfiler
@@ -152,7 +153,7 @@ def test_checkpoints_lie_where_the_configuration_says_and_nowhere_else(tmp_path:
         pass
     (scratch / "other").mkdir()
     (run / "checkpoints").unlink()
-    with pytest.raises(RunError, match=r"a exists already, and .* is not the run whose checkpoints are there"):
+    with pytest.raises(RunError, match=r"scratch/a exists already, and .*/a has no link to it"):
         placement.refuse_elsewhere(config, run)
     (run / "checkpoints").symlink_to(scratch / "other")  # another run's
     with pytest.raises(RunError, match=r"other, and a run writes only .* a link to DIR/a is followed"):
@@ -161,6 +162,35 @@ def test_checkpoints_lie_where_the_configuration_says_and_nowhere_else(tmp_path:
     (run / "checkpoints").mkdir()
     with pytest.raises(RunError, match=r"move it there, .*: mv \S+ \S+ && ln -s "):
         placement.refuse_elsewhere(config, run)
+
+
+def test_runs_of_one_name_never_share_a_folder_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second was let in until the first had saved, and both kept, resumed and removed each other's checkpoints."""
+    scratch = tmp_path / "scratch"
+    with run_directory.hold_run(make_config(tmp_path / "one", scratch)):
+        other = make_config(tmp_path / "two", scratch)
+        with pytest.raises(RunError, match=r"scratch/a exists already, .* another run's; .*: ln -s \S+ \S+$"):
+            run_directory.refuse_unusable(other)
+        monkeypatch.setattr(placement, "refuse_elsewhere", lambda *_: None)  # both have looked before either made it
+        with pytest.raises(RunError, match="scratch/a exists already"), run_directory.hold_run(other):
+            pass
+    assert not os.path.lexists(tmp_path / "two" / "a" / "checkpoints")
+
+
+@pytest.mark.parametrize("text", ["checkpoint: [1]", "checkpoint: text", 'checkpoint: {folder: "/a\\0"}', "run: {"])
+def test_clean_leaves_alone_what_it_cannot_read_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """A stranger's configuration whose groups are none ended `unisono clean` with a traceback, before any other run."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("recipe: a\n")
+    (tmp_path / "a" / "config.yaml").write_text(f"recipe: a\n{text}\n")
+    (tmp_path / "a" / "checkpoints").symlink_to(tmp_path)
+    (tmp_path / "b" / "checkpoints" / "damaged-step-00000001").mkdir(parents=True)
+    assert main.main(["clean", str(tmp_path), "--yes"]) == 0
+    assert f"{tmp_path}/a is left as it is" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "b" / "checkpoints").iterdir())
 
 
 def test_nothing_is_removed_where_a_link_of_a_stranger_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

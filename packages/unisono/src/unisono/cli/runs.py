@@ -162,7 +162,7 @@ def _clean(parsed: argparse.Namespace) -> int:
             continue
         try:
             inside = leftovers.find_leftovers(run, parsed.keep)
-        except RunError as error:
+        except (ConfigError, RunError) as error:  # the others are cleaned
             say(f"{run} is left as it is: {error}", error=True)
             continue
         if inside:

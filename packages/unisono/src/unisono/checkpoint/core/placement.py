@@ -8,6 +8,7 @@ names, which the user has typed, or which is that of a run of their own.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,18 +43,16 @@ def refuse_elsewhere(config: RunConfig, run: Path) -> None:
                 "own; leave it out, and give each node a run.dir on the disk that is meant"
             )
         if not os.path.lexists(saved):
-            if target.exists() and (not target.is_dir() or any(target.iterdir())):
-                raise RunError(
-                    f"{target} exists already, and {run} is not the run whose checkpoints are there; choose another "
-                    "run.name or checkpoint.folder"
-                )
+            if os.path.lexists(target):  # an empty one may be of another run, before its first save
+                raise _taken_error(target, run)
             return
         if leads_to(saved, target):
             return
         if saved.is_dir() and not saved.is_symlink():
             raise RunError(
                 f"{saved} is a folder, and checkpoint.folder names {target}: move it there, and put a link in its "
-                f"place: mv {saved} {target} && ln -s {target} {saved}"
+                f"place: {shlex.join(['mv', str(saved), str(target)])} && "
+                f"{shlex.join(['ln', '-s', str(target), str(saved)])}"
             )
     if os.path.lexists(saved) and (saved.is_symlink() or not saved.is_dir()):
         kind, named = safe_paths.describe_kind(saved.lstat().st_mode), ""
@@ -69,12 +68,27 @@ def place(config: RunConfig, run: Path) -> None:
     """Make the folder elsewhere, and the link that leads to it, once `refuse_elsewhere` has allowed it.
 
     Raises:
+        RunError: If a run of the same name, in another `run.dir`, has made the folder meanwhile.
         OSError: If they cannot be made.
     """
-    if (target := find_target(config)) is not None:
-        target.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            (run / NAME).symlink_to(target, target_is_directory=True)
+    if (target := find_target(config)) is None:
+        return
+    is_linked = os.path.lexists(run / NAME)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(exist_ok=is_linked)
+    except FileExistsError:
+        raise _taken_error(target, run) from None
+    if not is_linked:
+        (run / NAME).symlink_to(target, target_is_directory=True)
+
+
+def _taken_error(target: Path, run: Path) -> RunError:
+    return RunError(
+        f"{target} exists already, and {run} has no link to it, so the checkpoints in it are another run's; choose "
+        f"another run.name or checkpoint.folder. If it is left over, remove it; if it is this run's: "
+        f"{shlex.join(['ln', '-s', str(target), str(run / NAME)])}"
+    )
 
 
 def is_own(run: Path, values: Mapping[str, Any]) -> bool:
@@ -84,12 +98,10 @@ def is_own(run: Path, values: Mapping[str, Any]) -> bool:
         run: Its folder.
         values: Of its `config.yaml`.
     """
-    elsewhere = dict(values.get("checkpoint") or {}).get("folder")
-    return (
-        isinstance(elsewhere, str)
-        and leads_to(run / NAME, Path(elsewhere) / run.name)
-        and own_runs.why_not_own(run, values) is None
-    )
+    if own_runs.why_not_own(run, values) is not None:  # first: only the values of an own run have been validated
+        return False
+    elsewhere = (values.get("checkpoint") or {}).get("folder")
+    return elsewhere is not None and leads_to(run / NAME, Path(elsewhere) / run.absolute().name)
 
 
 def leads_to(link: Path, target: Path) -> bool:
