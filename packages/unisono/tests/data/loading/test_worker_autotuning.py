@@ -50,7 +50,7 @@ def test_auto_is_the_default_measures_and_says_what_it_found(monkeypatch: pytest
         def sample(self, record: Any, context: SampleContext) -> Any:
             return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
 
-    monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 4)
+    monkeypatch.setattr("unisono.runtime.communication.communicator.usable_cores", lambda: 4)
 
     def lock_share(act: Callable[[], None], timeout: float) -> float:
         act()
@@ -143,7 +143,7 @@ def test_what_to_change_depends_on_where_the_time_goes(waits: WaitMonitor, stage
 def test_storage_decides_how_many_workers_there_are_by_default(
     monkeypatch: pytest.MonkeyPatch, remote: bool, given: dict[str, Any], says: str
 ) -> None:
-    monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 2)
+    monkeypatch.setattr("unisono.runtime.communication.communicator.usable_cores", lambda: 2)
     monkeypatch.setattr("unisono.data.loading.worker_autotuning.measure_stages", lambda *_: SLOW_STORAGE)
     with made.loader(Augmented(), remote=remote, **given) as loader:
         loader.start()
@@ -166,7 +166,7 @@ def test_storage_decides_how_many_workers_there_are_by_default(
 def test_there_are_no_more_workers_than_cores_unless_they_wait_for_storage(
     monkeypatch: pytest.MonkeyPatch, asked: int, processes: int, storage: str, used: int
 ) -> None:
-    monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 4)
+    monkeypatch.setattr("unisono.runtime.communication.communicator.usable_cores", lambda: 4)
     task, how = Augmented(), configuration(data={"workers": asked, "storage": storage})
     place = ProcessInfo(0, processes, local_world_size=processes)
     split = BatchSplit.create(BATCH, 1, 4)
@@ -175,6 +175,22 @@ def test_there_are_no_more_workers_than_cores_unless_they_wait_for_storage(
         said = list(loader.messages())
         next(loader.steps())
     assert [line.partition(",")[0] for line in said] == [f"data.workers={asked}: using {used}"] * (used != asked)
+
+
+@pytest.mark.parametrize(
+    ("given", "launcher", "cores"),
+    [("8", "slurm", 8), ("2", "slurm", 2), ("64", "slurm", 8), ("", "slurm", 2), ("8", "torchrun", 2)],
+)
+def test_a_task_of_srun_has_its_cores_for_itself(
+    monkeypatch: pytest.MonkeyPatch, given: str, launcher: str, cores: int
+) -> None:
+    """The 8 cores of `--cpus-per-task=8` were divided among the 4 tasks of the host: `data.workers=8` became 2."""
+    monkeypatch.setattr("unisono.runtime.communication.communicator.usable_cores", lambda: 8)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
+    place = ProcessInfo(0, 4, local_world_size=4, launcher=launcher)
+    task, how = Augmented(), configuration(data={"workers": 8})
+    with closing(Loader.from_config(task, task.data(), made.plan(), BatchSplit.create(BATCH, 1, 4), place, how)) as own:
+        assert own.facts().startswith(f"{cores} thread")
 
 
 @pytest.mark.parametrize(("given", "ahead"), [({}, 4), ({"workers": 3}, 6), ({"prefetch": 2, "workers": 3}, 2)])

@@ -25,7 +25,7 @@ from unisono.data.order.mixture import sources_of
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan, SampleIndices, rows_of_micro_batches
 from unisono.runtime import heartbeat
-from unisono.runtime.communication.communicator import ProcessInfo, usable_cores
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.rng import generator
@@ -55,7 +55,7 @@ class Loader:
         on_error: `stop`, or `mask` to skip samples that cannot be built.
         timeout: seconds to wait for a micro-batch.
         contents: compute a checksum of every sample, for the ledger.
-        processes: number of training processes on this host.
+        cores: that this process has, the training included; None for all that it may use.
         remote: rows are read from remote storage, where workers wait most of the time.
 
     Raises:
@@ -78,7 +78,7 @@ class Loader:
         on_error: str = "stop",
         timeout: float = 600.0,
         contents: bool = False,
-        processes: int = 1,
+        cores: int | None = None,
         remote: bool = False,
     ) -> None:
         run_setup(task)  # before there are threads
@@ -104,7 +104,7 @@ class Loader:
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
         self._configured_count, self._configured_ahead = workers, prefetch
-        self._processes, self._remote = processes, remote
+        self._cores, self._remote = cores or ProcessInfo().own_cores(), remote
 
     @classmethod
     def from_config(
@@ -118,22 +118,22 @@ class Loader:
         **more: Any,
     ) -> Loader:
         """A loader with the settings of a run, and no more workers than cores; see the class for the arguments."""
-        data, processes, cores = config.data, place.local_world_size, usable_cores()
+        data, cores = config.data, place.own_cores()
         remote = is_remote_source(source) if data.storage == "auto" else data.storage == "remote"
         workers = data.workers
         if isinstance(workers, int) and not remote:  # else they wait, without a core
-            workers = min(workers, max(1, cores // processes))
+            workers = min(workers, cores)
         loader = cls(
             task, source, plan, split, place.rank, workers=workers, worker_kind=data.worker_kind,
             prefetch=data.prefetch, prefetch_mb=data.prefetch_mb, on_error=data.on_error,
-            timeout=config.launch.timeout, processes=processes, remote=remote,
+            timeout=config.launch.timeout, cores=cores, remote=remote,
             **more,
         )  # fmt: skip
         if workers != data.workers:
             loader._messages.append(
-                f"data.workers={data.workers}: using {workers}, since this host has {cores} core{'s' * (cores != 1)} "
-                f"for {processes} process{'es' * (processes != 1)}, and more would slow each other down; if they "
-                "mostly wait for storage, set data.storage=remote"
+                f"data.workers={data.workers}: using {workers}, since this process has {cores} "
+                f"core{'s' * (cores != 1)} of this host, and more would slow each other down; if they mostly wait for "
+                "storage, set data.storage=remote"
             )
         return loader
 
@@ -215,7 +215,7 @@ class Loader:
         if self._kind == "threads" and not self._remote and self._stages.holds_lock:
             return 1  # more threads would wait for each other
         seconds = self._stages.total * self._split.passes
-        return worker_autotuning.choose_count(usable_cores(), self._processes, seconds, self._remote)
+        return worker_autotuning.choose_count(self._cores, seconds, self._remote)
 
     @cached_property
     def _kind(self) -> str:
@@ -224,9 +224,8 @@ class Loader:
 
     @cached_property
     def _waits(self) -> worker_autotuning.WaitMonitor:
-        cores = usable_cores() // self._processes
-        if self._remote:  # workers that wait need no core
-            cores = max(cores, 2 * self._count + 1)
+        # Workers that wait need no core.
+        cores = max(self._cores, 2 * self._count + 1) if self._remote else self._cores
         return worker_autotuning.WaitMonitor(self._count, self._kind, cores)
 
     @cached_property

@@ -99,23 +99,22 @@ def lock_share(act: Callable[[], None], timeout: float = math.inf) -> float:
     return min(1.0, late / (perf_counter() - began))
 
 
-def choose_count(cores: int, processes: int, seconds: float, remote: bool = False) -> int:
-    """The number of workers to have a step's micro-batches ready in time, leaving each process one core for training.
+def choose_count(cores: int, seconds: float, remote: bool = False) -> int:
+    """The number of workers to have a step's micro-batches ready in time, leaving one core for training.
 
     Workers that wait for remote storage need no core, so there may be `REMOTE_WORKERS` on any host.
 
     Args:
-        cores: of this host.
-        processes: number of training processes on it.
+        cores: of this process.
         seconds: time on one core for the micro-batches of a process in a step.
         remote: whether rows are read from remote storage.
 
-    >>> [choose_count(*asked) for asked in ((64, 8, 0.1), (64, 8, 9.0), (64, 8, 0.001), (2, 2, 9.0))]
+    >>> [choose_count(*asked) for asked in ((8, 0.1), (8, 9.0), (8, 0.001), (1, 9.0))]
     [5, 7, 1, 1]
-    >>> choose_count(2, 2, 9.0, remote=True)
+    >>> choose_count(1, 9.0, remote=True)
     8
     """
-    most = max(cores // processes - 1, REMOTE_WORKERS if remote else 1)
+    most = max(cores - 1, REMOTE_WORKERS if remote else 1)
     return max(1, min(most, math.ceil(seconds / _TARGET_SECONDS)))
 
 

@@ -37,7 +37,7 @@ class ProcessInfo:
         rank: Rank of this process in the job.
         world_size: Number of processes.
         local_rank: Rank of this process on its host; it selects the device.
-        local_world_size: Number of processes on this host; they share its cores.
+        local_world_size: Number of processes on this host.
         launcher: What started the processes: `unisono`, `torchrun`, `slurm`, or `none` for a single process.
     """
 
@@ -51,6 +51,12 @@ class ProcessInfo:
     def is_first(self) -> bool:
         """Whether this is rank 0, the rank that prints and writes shared files."""
         return self.rank == 0
+
+    def own_cores(self) -> int:
+        """Return how many of its host's cores this process has: its share, or what srun has given to its task alone."""
+        if self.launcher == "slurm" and (given := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
+            return max(1, min(usable_cores(), int(given)))
+        return max(1, usable_cores() // self.local_world_size)
 
 
 @dataclass(frozen=True)
