@@ -177,6 +177,18 @@ def test_runs_of_one_name_never_share_a_folder_of_checkpoints(tmp_path: Path, mo
     assert not os.path.lexists(tmp_path / "two" / "a" / "checkpoints")
 
 
+def test_a_place_for_checkpoints_that_cannot_be_made_is_named_by_its_setting(tmp_path: Path) -> None:
+    """The message said to choose another run.dir."""
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(
+            RunError, match=r"cannot write to \S+/file/on: Not a directory .*; choose another checkpoint\.folder"
+        ),
+        run_directory.hold_run(make_config(tmp_path, tmp_path / "file" / "on")),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("text", ["checkpoint: [1]", "checkpoint: text", 'checkpoint: {folder: "/a\\0"}', "run: {"])
 def test_clean_leaves_alone_what_it_cannot_read_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str

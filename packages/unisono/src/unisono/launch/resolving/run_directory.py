@@ -137,7 +137,7 @@ def hold_run(config: RunConfig) -> Iterator[None]:
         try:
             placement.place(config, folder)
         except OSError as error:
-            raise _unwritable_error(config.checkpoint.folder or folder, error) from error
+            raise _unwritable_error(config.checkpoint.folder or folder, error, "checkpoint.folder") from error
         yield
 
 
@@ -262,7 +262,7 @@ def run_path(config: RunConfig) -> Path:
     return config.run.dir / config.run.name
 
 
-def _unwritable_error(folder: Path, error: OSError) -> RunError:
+def _unwritable_error(folder: Path, error: OSError, key: str = "run.dir") -> RunError:
     if isinstance(error, safe_paths.UnsafePathError):
         return RunError(str(error))
-    return RunError(f"cannot write to {folder}: {error.strerror} ({error.filename}); choose another run.dir")
+    return RunError(f"cannot write to {folder}: {error.strerror} ({error.filename}); choose another {key}")
