@@ -35,7 +35,17 @@ def told(task: Any) -> dict[str, float]:
     return {"loss": 0.5}
 
 
-@pytest.mark.parametrize(("summary", "name"), [(best, "best"), (last, ""), (counted_once, ""), (told, "")])
+def placed(task: Any) -> dict[str, float]:
+    place = getattr(task, "place", 0)
+    recent = [0.0, 0.0, 0.0]
+    recent[place] = 0.5  # there is no such place with another number
+    task.place = (place + 1) % 3
+    return {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("summary", "name"), [(best, "best"), (last, ""), (counted_once, ""), (told, ""), (placed, "")]
+)
 def test_only_a_number_that_is_changed_and_read_decides_an_evaluation(
     summary: Callable[[Any], dict[str, float]], name: str
 ) -> None:

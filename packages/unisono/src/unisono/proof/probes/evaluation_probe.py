@@ -38,6 +38,8 @@ def find_kept_number(
             try:
                 made = dict(evaluate())
                 changes |= getattr(task, name) != other
+            except Exception:  # a place in a list, say, that is none now: no evaluation would have left it
+                continue
             finally:
                 setattr(task, name, number)
             differing = differing or (made if made != dict(values) else {})

@@ -378,7 +378,7 @@ def _complete(
         judged.diagnosis = build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
     is_late = first is not None and (first.worst.step > 1 or first.quantity in ("optimizer state", "parameters"))
     is_open = is_late and judged.diagnosis is not None and judged.diagnosis.is_neutral
-    if is_open and (still := find_unmoved(mine, reference)):
+    if is_open and first and (still := find_unmoved(mine, reference, first.worst.step)):
         detail = f"{join_names(still, 3)}: moved on one process, and by no update here"
         judged.diagnosis = build_diagnosis(FaultName.PARAMETERS_NOT_TRAINED, detail)
     if first and first.quantity == "loss" and check.inside == self_check.TOGETHER and first.worst.step > 1:

@@ -173,17 +173,21 @@ def test_a_queue_with_the_same_rows_in_another_order_is_told_from_other_rows(
 
 
 def test_a_parameter_that_only_one_process_trains_is_found_after_two_steps(tmp_path: Path) -> None:
-    def write(name: str, moves: dict[str, float], steps: int) -> ScriptTrace:
+    """`d` moves on one process in the third step alone, as an expert that no row has come to before."""
+
+    def write(name: str, moved: str, steps: int) -> ScriptTrace:
         trace = write_script_trace(tmp_path / name, [[RankFacts()]] * steps)
-        write_tensors(trace.folder, "initial parameters", None, {n: np.zeros(2) for n in moves})
+        write_tensors(trace.folder, "initial parameters", None, {n: np.zeros(2) for n in "abcd"})
         for step in range(steps):
-            write_tensors(trace.folder, "parameters", step, {n: np.full(2, (step + 1) * m) for n, m in moves.items()})
+            moves = {n: n in moved or (n.upper() in moved and step == 2) for n in "abcd"}
+            write_tensors(trace.folder, "parameters", step, {n: np.full(2, (step + 1.0) * moves[n]) for n in "abcd"})
         return trace
 
-    one, many = write("one", {"a": 1.0, "b": 1.0, "c": 0.0}, 3), write("many", {"a": 1.0, "b": 0.0, "c": 0.0}, 3)
-    assert find_unmoved(many, one) == ["b"]
-    assert find_unmoved(one, many) == []
-    assert find_unmoved(write("short", {"a": 1.0, "b": 0.0, "c": 0.0}, 1), one) == []
+    one, many = write("one", "abD", 3), write("many", "a", 3)
+    assert find_unmoved(many, one, 2) == ["b"]
+    assert find_unmoved(many, one, 3) == ["b", "d"]
+    assert find_unmoved(one, many, 3) == []
+    assert find_unmoved(write("short", "a", 1), one, 1) == []
 
 
 @pytest.mark.parametrize(("taken", "started"), [(0, 1), (2, 3), (9, 3)])

@@ -85,6 +85,29 @@ def test_an_order_that_only_many_processes_repeat_in_the_second_epoch_is_a_fault
     assert describe_repeated_order(few, write_rows(tmp_path / "other", [[0, 1], [2, 3], [0, 2]])) == ""  # chance
 
 
+def test_a_fixed_order_is_no_fault_where_updates_of_one_process_do_not_begin_again(tmp_path: Path) -> None:
+    def read(name: str, rows: int, *sizes: int) -> ScriptTrace:
+        """Six updates of so many rows of each data set in turn, whose numbers begin with its own."""
+        return write_rows(
+            tmp_path / name,
+            [
+                [(n << 40) + k % s for n, s in enumerate(sizes) for k in range(i * rows, i * rows + rows)]
+                for i in range(6)
+            ],
+        )
+
+    several, alone = read("several", 16, 32, 64), read("alone", 8, 32, 64)  # whose epochs end after other updates
+    assert describe_repeated_order(several, alone) == ""
+    over, beyond = read("over", 28, 56), read("beyond", 16, 56)  # one process goes on over the end of the epoch
+    assert describe_repeated_order(over, beyond) == ""
+
+
+def test_batches_that_stay_and_whose_order_is_drawn_may_begin_alike_by_chance(tmp_path: Path) -> None:
+    ours, theirs = ([[*range(n * k, n * k + n)] for k in range(64 // n)] for n in (32, 16))
+    mine = write_rows(tmp_path / "mine", ours * 2)
+    assert describe_repeated_order(mine, write_rows(tmp_path / "one", [*theirs, theirs[2], theirs[1]])) == ""
+
+
 def test_numbers_that_each_rank_gives_its_own_rows_are_not_compared_with_those_of_one_process(tmp_path: Path) -> None:
     """Ranks with data sets of two rows each number them 0 and 1, and read every row of four once."""
     mine, one = write_runs(

@@ -206,14 +206,20 @@ def find_other_buffers(mine: ScriptTrace, reference: ScriptTrace) -> list[str]:
     return [name for name in ours if name in far and ours[name] != theirs.get(name, ours[name])]
 
 
-def find_unmoved(mine: ScriptTrace, reference: ScriptTrace) -> list[str]:
+def find_unmoved(mine: ScriptTrace, reference: ScriptTrace, since: int) -> list[str]:
     """The parameters that one process trains, and that many leave as they began in every step that was recorded.
 
     A rank may get some from others after its own update, so one step shows nothing.
+
+    Args:
+        mine: of several processes.
+        reference: of one.
+        since: the step, from 1, that differs first: what one process trains after it may follow from another cause.
     """
     steps = range(min(len(mine.facts.steps), len(reference.facts.steps)))
     begun = mine.tensors("initial parameters", None)
-    ours, theirs = ([trace.tensors("parameters", step) for step in steps] for trace in (mine, reference))
+    ours = [mine.tensors("parameters", step) for step in steps]
+    theirs = [reference.tensors("parameters", step) for step in steps[:since]]
     still = [name for name in begun if all(np.array_equal(one.get(name, []), begun[name]) for one in ours)]
     moved = [n for n in still if any(n in one and not np.array_equal(one[n], begun[n]) for one in theirs)]
     return moved if len(steps) > 1 else []

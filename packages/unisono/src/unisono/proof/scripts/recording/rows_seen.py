@@ -147,6 +147,11 @@ class FetchedRows:
         return rows
 
 
+def source_of(row: int) -> int:
+    """Which of the data sets that passes were made of a row is of, by its number in a step."""
+    return row >> _SOURCE_BITS
+
+
 def _in_whole(data: Any, rows: list[int]) -> list[int]:
     """Numbers of rows of a `Subset`, of another one perhaps, as those in the whole data set."""
     while isinstance(data, Subset):

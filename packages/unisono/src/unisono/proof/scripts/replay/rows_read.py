@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rows_seen import source_of
 from unisono.proof.scripts.replay.reading import read_epochs, read_reading
 from unisono.runtime.fault_names import FaultName
 
@@ -80,11 +81,8 @@ def describe_repeated_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
     Empty where they do not, where one process has not come to its second epoch, and where chance may have done it.
     """
     ours, theirs = ([sorted(step.rows) for step in trace.facts.steps] for trace in (mine, reference))
-    if not all(ours) or not all(theirs) or _find_period(theirs):
-        return ""
     begins = _find_period(ours)
-    again = [row for rows in theirs for row in rows]
-    if not begins or len({*again}) == len(again):
+    if not begins or not all(ours) or not all(theirs) or not _shuffles_anew(reference):
         return ""
     seen = {row for rows in ours for row in rows}
     if math.comb(len(seen), len({*ours[0]})) ** (len(ours) - begins) < _BY_CHANCE:
@@ -92,8 +90,23 @@ def describe_repeated_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
     return f"update {begins + 1} begins another epoch, and reads the rows of update 1 again; one process shuffles anew"
 
 
+def _shuffles_anew(trace: ScriptTrace) -> bool:
+    """Whether one process has come to the second epoch of a data set, in which rows stand in another order.
+
+    Updates show no order that stays: they go on over the end of an epoch, or take rows of several data sets, whose
+    epochs end apart. Where an update is made again as it was, batches stay, and chance may well put one first again.
+    """
+    updates = {tuple(sorted(step.rows)) for step in trace.facts.steps}
+    sets: dict[int, list[list[int]]] = {}
+    for step in trace.facts.steps:
+        for row in step.by_rank[0]:
+            sets.setdefault(source_of(row), []).append([row])
+    anew = [rows for rows in sets.values() if len({row for (row,) in rows}) < len(rows) and not _find_period(rows)]
+    return bool(anew) and len(updates) == len(trace.facts.steps)
+
+
 def _find_period(steps: Sequence[Sequence[int]]) -> int:
-    """After how many updates the rows are those of the first ones again, to the end; 0 if they never are."""
+    """After how many steps the rows are those of the first ones again, to the end; 0 if they never are."""
     for begins in range(1, len(steps)):
         if all(mine == first for mine, first in zip(steps[begins:], steps, strict=False)):
             return begins
