@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from unisono.runtime.text import join_names
 from unisono.task import Task
+
+_TRIALS = 4  # of other weights, which may be better or worse: the best so far shows only if one is better
 
 
 def read_numbers(task: Task) -> dict[str, float]:
@@ -13,36 +16,44 @@ def read_numbers(task: Task) -> dict[str, float]:
 
 
 def find_kept_number(
-    task: Task, evaluate: Callable[[], Mapping[str, float]], before: Mapping[str, float], values: Mapping[str, float]
+    task: Task,
+    evaluate: Callable[[], Mapping[str, float]],
+    evaluate_others: Callable[[int], object],
+    before: Mapping[str, float],
+    values: Mapping[str, float],
 ) -> tuple[str, dict[str, float]]:
-    """Which number evaluations change and read, and what one comes to with another one in its place.
+    """Which numbers evaluations leave and read, and what one comes to after an evaluation of other weights.
 
-    Two evaluations of the same weights do not show the best of all so far. A number that is read and written once, such
-    as a count that is kept, decides an evaluation as well, but evaluations do not change it any more.
+    Two evaluations of the same weights do not show the best of all so far. Only what an evaluation has left is tried:
+    with any other number a right one may fail or come to something else.
 
     Args:
         task: that has been evaluated; its numbers are put back.
         evaluate: evaluates it once more.
+        evaluate_others: evaluates other weights, by their number, and puts those of `evaluate` back.
         before: its numbers before any evaluation.
         values: of an evaluation.
 
     Returns:
-        The attribute; empty if there is none.
+        The numbers that evaluations leave; empty if they come to the same with them.
     """
-    for name, number in read_numbers(task).items():
-        if name in before and number == before[name]:
-            continue
-        changes, differing = False, dict[str, float]()
-        for other in (number + 1 + abs(number), number - 1 - abs(number)):
-            setattr(task, name, other)
-            try:
-                made = dict(evaluate())
-                changes |= getattr(task, name) != other
-            except Exception:  # a place in a list, say, that is none now: no evaluation would have left it
-                continue
-            finally:
-                setattr(task, name, number)
-            differing = differing or (made if made != dict(values) else {})
-        if changes and differing:
-            return name, differing
+    kept = read_numbers(task)
+    changed = [name for name, number in kept.items() if name not in before or number != before[name]]
+    try:
+        for number in range(_TRIALS if changed else 0):
+            _put_back(task, changed, before)
+            evaluate_others(number)
+            made = dict(evaluate())
+            if made != dict(values):
+                return join_names(f"self.{name}" for name in changed), made
+    finally:
+        _put_back(task, changed, kept)
     return "", {}
+
+
+def _put_back(task: Task, names: Iterable[str], numbers: Mapping[str, float]) -> None:
+    for name in names:
+        if name in numbers:
+            setattr(task, name, numbers[name])
+        else:
+            vars(task).pop(name, None)

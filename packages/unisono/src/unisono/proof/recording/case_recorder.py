@@ -61,6 +61,8 @@ from unisono.training.parts import build_held_out
 if TYPE_CHECKING:
     from unisono.proof.recording.lower_precision import LowerPrecision
 
+_OTHER_WEIGHTS = 1e-2  # relative, of what an evaluation of other weights may leave
+
 
 def record_case(
     task: Task,
@@ -268,9 +270,7 @@ class _CaseRun:
             self.engine.step(micro_batches, step, self.scalars(step))
             updates = step + 1
             if updates in (*case.saves, *case.interrupted):
-                folder, shards = self.folder / "checkpoints", self.engine.state()
-                snapshot = commit.Snapshot(updates, shards, {"step": updates})
-                commit.save_checkpoint(folder, snapshot, communicator, keep=self.plan.steps)
+                self._save(updates)
             if updates in case.interrupted:
                 self.close()
                 self.open(facts)
@@ -313,6 +313,11 @@ class _CaseRun:
                 "(overrides, or Task.shrink), or set TMPDIR"
             )
 
+    def _save(self, updates: int) -> None:
+        """Save a checkpoint after so many updates."""
+        snapshot = commit.Snapshot(updates, self.engine.state(), {"step": updates})
+        commit.save_checkpoint(self.folder / "checkpoints", snapshot, self.communicator, keep=self.plan.steps)
+
     def _load(self, case: str, updates: int) -> None:
         """Load the checkpoint that a case has saved after so many updates."""
         saved = commit.find_checkpoints(trace_folder(self.root, case) / "checkpoints")
@@ -344,12 +349,20 @@ class _CaseRun:
             module = getattr(engine.view, "module", None)
             facts.unstable_evaluation = describe_state(self.task, evaluate, {}, seeded=(), model=module)
         elif again and not self.case.reference:
-            name, other = find_kept_number(self.task, evaluate, numbers, values[0])
-            if name:
+
+            def evaluate_others(number: int) -> None:
+                if number == 0 and steps not in (*self.case.saves, *self.case.interrupted):
+                    self._save(steps)
+                engine.view.perturb(_OTHER_WEIGHTS, number)
+                evaluate()
+                self._load(self.case.name, steps)
+
+            names, other = find_kept_number(self.task, evaluate, evaluate_others, numbers, values[0])
+            if names:
                 facts.evaluation_again = [other]
                 facts.unstable_evaluation = (
-                    f"it reads self.{name}, which evaluations before it have changed and no checkpoint has: with "
-                    "another number there it comes to something else"
+                    f"it reads {names}, which no checkpoint has: after an evaluation of other weights it comes to "
+                    "something else"
                 )
         facts.held_out = {rows: digest for e in everyone for rows, digest in e[2].items()}
 
