@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from unisono.engines.torch.parallel import gloo_threads
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import STORE_VARIABLE, Json, ProcessInfo, format_address
 from unisono.runtime.communication.listening import listen
@@ -87,6 +88,7 @@ def start(process: ProcessInfo, device: torch.device, timeout: float, start_time
             f"{start_timeout:g} s (launch.start_timeout)"
         )
     store.set_timeout(timedelta(seconds=timeout))
+    gloo_threads.use_one_thread()
     with translate_peer_errors(process, "the processes to connect", timeout):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",

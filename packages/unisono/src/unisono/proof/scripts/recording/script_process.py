@@ -18,6 +18,7 @@ import torch
 
 from unisono.config.code import references
 from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.parallel import gloo_threads
 from unisono.launch import cluster
 from unisono.launch.processes import rank_process
 from unisono.proof.hangs import HangWatch
@@ -107,6 +108,7 @@ class LowerPrecisions(precision.PromoteToDouble):
 def main(folder: Path) -> NoReturn:
     """Entry of a process that `unisono.launch.processes.local_processes` started for a comparison of scripts."""
     rank_process.die_with_parent()
+    gloo_threads.use_one_thread()
     place = cluster.process_info()
     assert place is not None
     run = ScriptRun(**json.loads((folder / "run.json").read_text(encoding="utf-8")))
