@@ -8,13 +8,16 @@ and begin again, so they never wait for data.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 WARM = 5  # steps before anything is measured
+TRACED = 3  # steps that are recorded, after all that are measured
 BATCHES = 8  # that are built ahead, of other rows each
 
 
@@ -37,36 +40,53 @@ def median_step(times: Sequence[float]) -> dict[str, Any]:
 
 
 def language(
-    device: str, llama: dict[str, Any], vocabulary: int, shape: tuple[int, int], steps: int, compile: bool
-) -> dict[str, Any]:
-    """A Llama in bf16: autocast, fused AdamW, clipping, one number read from the device per step."""
+    device: str, llama: dict[str, Any], vocabulary: int, shape: tuple[int, int], steps: int
+) -> Iterator[dict[str, Any]]:
+    """A Llama in bf16: autocast, fused AdamW, clipping, one number read from the device per step.
+
+    The same model twice, eager and then with compiled blocks; the last steps of the second are traced.
+    """
     import torch
     import torch.nn.functional as F
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from benchmarks.trace_gaps import between_steps
+    from unisono.engines.torch.profiler import TorchProfiler
+    from unisono.observe.profile import read_trace
+
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**llama, vocab_size=vocabulary, use_cache=False)).to(device)
-    if compile:
-        for block in model.model.layers:
-            block.compile()
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**llama, vocab_size=vocabulary, use_cache=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     rows, length = shape
+    profiler = TorchProfiler(torch.device(device))
 
-    def loop() -> Iterator[None]:
+    def loop(steps: int) -> Iterator[None]:
         for _ in range(steps):
             yield
-            tokens = torch.randint(vocabulary, (rows, length + 1)).to(device, non_blocking=True)
-            with torch.autocast(device, torch.bfloat16):
-                logits = model(input_ids=tokens[:, :-1]).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.item()
+            with profiler.part("step"):
+                tokens = torch.randint(vocabulary, (rows, length + 1)).to(device, non_blocking=True)
+                with torch.autocast(device, torch.bfloat16):
+                    logits = model(input_ids=tokens[:, :-1]).logits
+                loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss.item()
         yield
 
-    return timed(device, loop())
+    yield timed(device, loop(steps))
+    for block in model.model.layers:
+        block.compile()
+    found = timed(device, loop(steps))
+    profiler.start()
+    for _ in loop(TRACED):
+        pass
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "profile", "trace.json.gz")
+        profiler.stop(trace)
+        yield found | between_steps(read_trace(trace))
 
 
 def speech(device: str, words: Sequence[str], steps: int) -> dict[str, Any]:

@@ -68,10 +68,13 @@ class Trainer:
     def step(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None] | None = None) -> None:
         """One update; all ranks end it together, since gradients are reduced."""
         self.optimizer.zero_grad()
-        rows = torch.full((ROWS, self.model[0].in_features), 0.01 * (1 + self.process.rank))
+        device = self.model[0].weight.device
+        rows = torch.full((ROWS, self.model[0].in_features), 0.01 * (1 + self.process.rank), device=device)
         loss = forward(rows).square().mean()
         backward(loss) if backward else loss.backward()
         self.optimizer.step()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -83,7 +86,8 @@ class Contender:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.forward: Callable[[Tensor], Tensor] = DistributedDataParallel(trainer.model)
+        alone = trainer.process.world_size == 1
+        self.forward: Callable[[Tensor], Tensor] = trainer.model if alone else DistributedDataParallel(trainer.model)
         self.backward: Callable[[Tensor], None] | None = None
 
     def ready(self) -> None:
@@ -119,7 +123,8 @@ class Unisono(Contender):
         self.saver.prepare(self.shards)
 
     def save(self, step: int) -> None:
-        replicas.check_copies(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], step)
+        ranks = range(self.trainer.process.world_size)
+        replicas.check_copies(self.trainer.group, self.trainer.tensors, [ranks], step)
         self.saver.save(Snapshot(step, self.shards, {"step": step}))
 
     def over(self) -> bool:
@@ -268,18 +273,18 @@ CONTENDERS: dict[str, type[Contender]] = {
 }
 
 
-def contend(
-    process: ProcessInfo, group: Communicator, name: str, folder: Path, width: int, layers: int
-) -> dict[str, Any]:
-    """One process of one contender in one round: train, save twice, load."""
-    environment = {"RANK": process.rank, "WORLD_SIZE": process.world_size, "LOCAL_RANK": process.rank}
-    os.environ.update({key: str(value) for key, value in environment.items()})
-    os.environ.update(LOCAL_WORLD_SIZE=str(process.world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="checkpoint")
+def make_trainer(
+    process: ProcessInfo, group: Communicator, folder: Path, width: int, layers: int, device: str
+) -> Trainer:
+    """A stack of linear layers without a step, and AdamW."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    trainer = Trainer(process, group, folder, model, optimizer)
-    contender = CONTENDERS[name](trainer)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
+    return Trainer(process, group, folder, model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+
+
+def save_twice(contender: Contender) -> dict[str, Any]:
+    """Seconds of a process that trains and saves twice, as steps 1 and 2: of steps, of the calls, until all is over."""
+    trainer = contender.trainer
     figures: dict[str, Any] = {"steps": [], "blocked": [], "window": [], "over": []}
 
     def timed_step() -> float:
@@ -291,7 +296,7 @@ def contend(
     contender.ready()
     for step in (1, 2):
         figures["steps"] += [timed_step() for _ in range(BEFORE)]
-        group.barrier("the save")
+        trainer.group.barrier("the save")
         began = time.perf_counter()
         contender.save(step)
         figures["blocked"].append(time.perf_counter() - began)
@@ -303,6 +308,19 @@ def contend(
             window.append(timed_step())
         figures["window"].append(window)
         figures["over"].append(over)
+    return figures
+
+
+def contend(
+    process: ProcessInfo, group: Communicator, name: str, folder: Path, width: int, layers: int
+) -> dict[str, Any]:
+    """One process of one contender in one round: train, save twice, load."""
+    environment = {"RANK": process.rank, "WORLD_SIZE": process.world_size, "LOCAL_RANK": process.rank}
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    os.environ.update(LOCAL_WORLD_SIZE=str(process.world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="checkpoint")
+    trainer = make_trainer(process, group, folder, width, layers, "cpu")
+    contender = CONTENDERS[name](trainer)
+    figures = save_twice(contender)
     if process.is_first and contender.path(1).exists():
         shutil.rmtree(contender.path(1))
     files = [file for file in contender.path(2).rglob("*") if file.is_file()]
