@@ -78,8 +78,15 @@ class Samples(Data):
         "not_dna",
     )
     missing: list[str] = Field(list(MISSING), description="metadata values that mean missing, in upper or lower case")
+    in_memory: bool | Literal["auto"] = Field(
+        "auto",
+        description="where the entries of the table are kept: true: in memory; false: in a file of the cache, which "
+        "all processes map; auto: in memory unless they need more than half of what is available",
+    )
     cache: Path | None = Field(
-        None, description="cache for computed distances; null: $UNISONO_CACHE or ~/.cache/unisono"
+        None,
+        description="cache for computed distances, and for tables that do not fit into memory; null: $UNISONO_CACHE or "
+        "~/.cache/unisono",
     )
 
     @model_validator(mode="after")

@@ -110,12 +110,3 @@ def test_a_table_read_in_blocks_is_the_whole_table(tmp_path: Path, monkeypatch: 
     found.check_format(full_check=True)
     assert found.dtype == np.int64
     assert np.array_equal(found.toarray(), COUNTS)
-
-
-def test_a_table_that_does_not_fit_into_memory_is_refused_unread() -> None:
-    class Column:
-        def __len__(self) -> int:
-            return 1 << 45
-
-    with pytest.raises(DataError, match=r"35184372088832 entries, which need .* GB of memory, but .* GB are free"):
-        sparse.from_blocks(np.array([0, 1 << 45]), Column(), Column(), (1, 9), "t", lambda block, _: block)

@@ -19,7 +19,7 @@ _RESULT_NEUTRAL = (
     "layout", "eval", "checkpoint", "observe", "launch", "callbacks", "run.name", "run.dir", "run.resume",
     "run.allow_change", "run.stop_after", "train.guard_every", "optim.implementation",
     "data.workers", "data.worker_kind", "data.prefetch", "data.prefetch_mb", "data.storage", "data.cache",
-    "data.verify",
+    "data.verify", "data.in_memory",
 )  # fmt: skip
 
 

@@ -153,14 +153,14 @@ class Predictor:
     def find_unknown(self, numbers: NDArray[np.int64]) -> list[str]:
         """Sentences about what the model does not know of these samples: categories, and taxa without a vector."""
         found = self.task.learnt.find_unseen(numbers)
-        counts, known = self.library.counts[numbers], self._training_numbers
-        reads = np.asarray(counts.sum(axis=0)).ravel()
+        counts, known = self.library.counts, self._training_numbers
+        reads = counts.T @ np.bincount(numbers, minlength=len(self.library))
         if known is None or not (lost := reads[known < 0].sum()):
             return found
         strange = [self.library.taxa[taxon] for taxon in np.flatnonzero((known < 0) & (reads > 0))]
         what = format_share(strange, int((reads > 0).sum()), "taxa")
         found.append(f"{what} with {lost / reads.sum():.1%} of the reads have no vector in this model and are not seen")
-        if nothing := np.flatnonzero(counts[:, known >= 0].sum(axis=1) == 0).tolist():
+        if nothing := np.flatnonzero((counts @ (known >= 0).astype(np.int64))[numbers] == 0).tolist():
             names = [self.library.samples[numbers[place]] for place in nothing]
             found.append(f"{format_share(names, len(numbers), 'samples')} have no other taxa: nothing of them is seen")
         return found

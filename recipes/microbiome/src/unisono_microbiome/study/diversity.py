@@ -5,10 +5,12 @@ A cache entry's name contains all that determines it: the counts, the tree, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -18,8 +20,12 @@ from unisono import ConfigError, DataError, compute_array_once, generator
 from unisono.recipe_tools import import_extra
 from unisono_microbiome.rarefy import rarefy
 from unisono_microbiome.settings import Metric, PairMetric
+from unisono_microbiome.study.sparse import select_blocks, split_rows
 from unisono_microbiome.study.table import CountTable
 from unisono_microbiome.study.tree import Tree
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _BYTES = 8  # of a float
 Make = Callable[[], NDArray[Any]]
@@ -52,21 +58,35 @@ def faith_pd(table: CountTable, tree: Tree | None, cache: Path | None) -> NDArra
 def shannon(table: CountTable) -> NDArray[np.float64]:
     """Shannon diversity of each sample in bits, (samples,) float64."""
     counts, depths = table.counts, table.depths
-    shares = counts.data / np.repeat(depths, np.diff(counts.indptr))
-    rows = np.repeat(np.arange(len(depths)), np.diff(counts.indptr))
-    return np.asarray(np.bincount(rows, -shares * np.log2(shares), len(depths)), dtype=np.float64)
+    found = np.zeros(len(depths))
+    for first, last in split_rows(counts.indptr):
+        rows = np.repeat(np.arange(last - first), np.diff(counts.indptr[first : last + 1]))
+        shares = counts.data[counts.indptr[first] : counts.indptr[last]] / depths[first:last][rows]
+        found[first:last] = np.bincount(rows, -shares * np.log2(shares), last - first)
+    return found
 
 
 def rarefy_once(table: CountTable, depth: int) -> CountTable:
     """Rarefy a table: `depth` reads of each sample, drawn by the sample's name, so always the same ones."""
-    from scipy.sparse import csr_array
+    counts = table.counts
+    every = np.arange(len(table.samples)), np.arange(len(table.taxa))
+    whole = select_blocks(counts, *every, f"{depth} reads of each of {len(table.samples)} samples")
 
-    counts = table.counts.copy()
-    for number, name in enumerate(table.samples):
-        part = slice(counts.indptr[number], counts.indptr[number + 1])
-        counts.data[part] = rarefy(counts.data[part], depth, generator("rarefied once", depth, name))
-    counts.eliminate_zeros()
-    return CountTable(table.samples, table.taxa, csr_array(counts), table.taxonomy)
+    def generate() -> Iterator[csr_array]:
+        names = iter(table.samples)
+        for block in whole.generate():
+            for begin, end in pairwise(block.indptr):
+                drawn = rarefy(block.data[begin:end], depth, generator("rarefied once", depth, next(names)))
+                block.data[begin:end] = drawn
+            block.eliminate_zeros()
+            yield block
+
+    most = min(whole.entries, depth * len(table.samples))
+    kept = table.storage.keep(
+        replace(whole, entries=most, generate=generate),
+        lambda: ["rarefied once", version("numpy"), table.digest, depth],
+    )
+    return CountTable(table.samples, table.taxa, kept, table.taxonomy, table.storage)
 
 
 def _compute_distances(metric: PairMetric, table: CountTable, tree: Tree | None) -> NDArray[np.float64]:

@@ -20,6 +20,7 @@ from unisono_microbiome.study import sequences as sequences_
 from unisono_microbiome.study import table as tables
 from unisono_microbiome.study.matrices import Matrix
 from unisono_microbiome.study.metadata import Metadata
+from unisono_microbiome.study.storage import Storage
 from unisono_microbiome.study.table import CountTable
 from unisono_microbiome.study.tree import Tree
 
@@ -49,17 +50,17 @@ class FilteredStudy:
 
 def filter_study(config: Study) -> FilteredStudy:
     """Read a table and its accompanying files, and skip what the settings say; all that is wrong is one error."""
-    table, known = tables.read_table(config.table), _read_metadata(config)
+    table = tables.read_table(config.table, Storage(config.in_memory, config.cache))
+    known = _read_metadata(config)
     filter_ = _StudyFilter(config)
     taxa, sequences = _keep_taxa(config, table, filter_)
-    table = table.select(np.arange(len(table.samples)), np.flatnonzero(taxa))
-    rows = np.flatnonzero(_keep_samples(config, table, known, filter_))
+    rows = np.flatnonzero(_keep_samples(config, table, taxa, known, filter_))
     if filter_.faults:
         raise DataError(
             f"{config.table}: {'; '.join(filter_.faults)}. Fix the files, or skip these by their reasons in brackets: "
             "data.leave_out=[…]"
         )
-    table = table.select(rows, np.arange(len(table.taxa)))
+    table = table.select(rows, np.flatnonzero(taxa))
     columns, types = ({}, {}) if known is None else (known.align(table.samples), known.types)
     return FilteredStudy(table, rows, columns, types, sequences, filter_.left_out)
 
@@ -117,7 +118,10 @@ def _keep_taxa(config: Study, table: CountTable, filter_: _StudyFilter) -> tuple
     return kept, left if all(map(nucleotides.is_dna, left)) else None
 
 
-def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filter_: _StudyFilter) -> KeptIndices:
+def _keep_samples(
+    config: Study, table: CountTable, taxa: KeptIndices, known: Metadata | None, filter_: _StudyFilter
+) -> KeptIndices:
+    """The samples that are kept, given the taxa that are."""
     names, kept = table.samples, np.ones(len(table.samples), dtype=bool)
 
     def leave_out(reason: Reason, bad: Collection[bool], why: str) -> None:
@@ -136,9 +140,10 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
             )
         leave_out(reason, [name not in there for name in names], f"are not in {where}")
 
-    leave_out("empty", table.depths == 0, "have no reads")
+    depths = table.count_reads(taxa)
+    leave_out("empty", depths == 0, "have no reads")
     if config.rarefy is not None:
-        leave_out("shallow", table.depths < config.rarefy, f"have fewer reads than data.rarefy={config.rarefy}")
+        leave_out("shallow", depths < config.rarefy, f"have fewer reads than data.rarefy={config.rarefy}")
     if known is not None:
         leave_out_absent("no_metadata", known.ids, f"{known.source} (data.metadata)", "; choose data.id_column")
         for reason, key, name in _list_columns(config):

@@ -23,6 +23,8 @@ from unisono_microbiome.study import sequences as sequences_
 from unisono_microbiome.study.filtering import filter_study, load_matrix
 from unisono_microbiome.study.matrices import Matrix
 from unisono_microbiome.study.metadata import KINDS, TargetColumn, parse_target
+from unisono_microbiome.study.sparse import split_rows
+from unisono_microbiome.study.storage import Storage
 from unisono_microbiome.study.table import CountTable
 from unisono_microbiome.study.tree import Tree, format_missing
 
@@ -131,14 +133,17 @@ class Library:
     def lengths(self) -> Numbers:
         """About how many taxa a sample has when it is drawn, (samples,): what it costs (`data.group_by_length`)."""
         config, counts = self.config, self.counts
-        rows = np.repeat(np.arange(len(self)), np.diff(counts.indptr))
-        chances = np.ones(counts.nnz)
-        if config.rarefy is not None:  # that a taxon is drawn at least once
+        taxa = np.diff(counts.indptr).astype(np.float64)
+        if config.rarefy is not None:  # the chances that a taxon is drawn at least once
             depths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
             left_out = np.clip(1 - config.rarefy / depths, 0, 1)
-            chances -= left_out[rows] ** counts.data
-        taxa = np.bincount(rows, chances, len(self))
-        return np.rint(np.minimum(taxa, config.max_taxa or np.inf)).astype(np.int64)
+            for first, last in split_rows(counts.indptr):
+                rows = np.repeat(np.arange(last - first), np.diff(counts.indptr[first : last + 1]))
+                part = slice(counts.indptr[first], counts.indptr[last])
+                chances = 1 - left_out[first:last][rows] ** counts.data[part]
+                taxa[first:last] = np.bincount(rows, chances, last - first)
+        lengths: Numbers = np.rint(np.minimum(taxa, config.max_taxa or np.inf)).astype(np.int64)
+        return lengths
 
     def dna(self) -> list[str]:
         """The sequences, where they are needed, (taxa,); refused where they are not known of all taxa."""
@@ -199,7 +204,9 @@ class Library:
 
     @cached_property
     def _table(self) -> CountTable:
-        return CountTable(self.samples, self.taxa, self.counts)
+        return CountTable(
+            self.samples, self.taxa, self.counts, storage=Storage(self.config.in_memory, self.config.cache)
+        )
 
     @cached_property
     def rarefied_table(self) -> CountTable:
@@ -250,7 +257,10 @@ class Library:
             "reads_per_sample": _min_median_max(np.asarray(self.counts.sum(axis=1))),
             "taxa_per_sample": _min_median_max(taxa),
         }
-        if unseen := len(self.taxa) - len(np.unique(self.counts.indices)):
+        seen = np.zeros(len(self.taxa), dtype=bool)
+        for first, last in split_rows(self.counts.indptr):
+            seen[self.counts.indices[self.counts.indptr[first] : self.counts.indptr[last]]] = True
+        if unseen := int((~seen).sum()):
             facts["taxa_without_reads"] = unseen
         if limit is not None and (cut := int((taxa > limit).sum())):
             facts["samples_with_more_than_max_taxa"] = cut

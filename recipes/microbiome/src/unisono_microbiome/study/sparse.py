@@ -2,16 +2,16 @@
 
 scipy checks little of the three arrays of a compressed matrix, and then writes where they say: an index beyond the
 columns, or a start beyond the entries, is memory of somebody else (a crash at best, other numbers at worst). A test
-bans scipy's constructors, and readers that call them, everywhere else.
+bans scipy's constructors, and readers that call them, everywhere else. Large matrices are made in blocks of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from unisono import DataError
@@ -60,15 +60,52 @@ def from_compressed(starts: Any, columns: Any, values: Any, shape: tuple[int, in
     return matrix
 
 
-def from_blocks(
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix of integers that is made block by block, so that it need not fit into memory.
+
+    Attributes:
+        shape: rows and columns.
+        entries: how many there are at most.
+        shown: what it is called in messages.
+        generate: begins anew: blocks of consecutive rows (int64), their columns ascending in each row.
+    """
+
+    shape: tuple[int, int]
+    entries: int
+    shown: str
+    generate: Callable[[], Iterator[csr_array]]
+
+    @property
+    def index_type(self) -> np.dtype[Any]:
+        """Of its index, in which scipy needs columns and starts alike."""
+        return np.dtype(np.int32 if max(self.entries, self.shape[1]) <= np.iinfo(np.int32).max else np.int64)
+
+    @property
+    def bytes(self) -> int:
+        """What its entries take."""
+        return self.entries * (8 + self.index_type.itemsize)
+
+
+def split_rows(starts: NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Blocks of rows with about a million entries (one row at least): the first of each, and the first of the next."""
+    first, rows = 0, len(starts) - 1
+    while first < rows:
+        end = starts.dtype.type(min(int(starts[first]) + _BLOCK, int(starts[-1])))  # of 32 bits, where they are
+        last = max(first + 1, int(np.searchsorted(starts, end, side="right")) - 1)
+        yield first, last
+        first = last
+
+
+def read_blocks(
     starts: Any,
     columns: Any,
     values: Any,
     shape: tuple[int, int],
-    shown: object,
+    shown: str,
     convert: Callable[[csr_array, int], csr_array],
-) -> csr_array:
-    """A matrix of integers whose entries are read in blocks of rows: no more than one block is there besides it.
+) -> Blocks:
+    """A matrix of integers whose entries are read in blocks of rows, each checked as by `from_compressed`.
 
     Args:
         starts: as for `from_compressed`.
@@ -79,34 +116,80 @@ def from_blocks(
         convert: makes integers (int64) of the values of a block of rows, given the number of the first.
 
     Raises:
-        DataError: as of `from_compressed`, and for a matrix that does not fit into memory.
+        DataError: as of `from_compressed`, for an entry when its block is made.
+    """
+    starts, size = _integers(starts, "indptr", shown), len(columns)
+    if len(values) != size:
+        raise DataError(f"{shown} has {size} indices for {len(values)} values; it is damaged or forged")
+    _check_starts(starts, shape[0], size, shown)
+
+    def generate() -> Iterator[csr_array]:
+        for first, last in split_rows(starts):
+            part = slice(int(starts[first]), int(starts[last]))
+            own = starts[first : last + 1] - starts[first]
+            yield convert(from_compressed(own, columns[part], values[part], (last - first, shape[1]), shown), first)
+
+    return Blocks(shape, size, shown, generate)
+
+
+def join_blocks(blocks: Blocks) -> csr_array:
+    """The whole matrix, in memory; no more than one block is there besides it."""
+    from scipy.sparse import csr_array
+
+    index = blocks.index_type
+    starts = np.zeros(blocks.shape[0] + 1, np.int64)
+    values, columns = np.empty(blocks.entries, np.int64), np.empty(blocks.entries, index)
+    first = 0
+    for block in blocks.generate():
+        last = first + block.shape[0]
+        starts[first + 1 : last + 1] = starts[first] + block.indptr[1:]
+        place = slice(int(starts[first]), int(starts[last]))
+        values[place], columns[place] = block.data, block.indices
+        first = last
+    total = int(starts[-1])
+    return csr_array((values[:total], columns[:total], starts.astype(index)), shape=blocks.shape)
+
+
+def from_mapped(starts: Any, columns: Any, values: Any, blocks: Blocks) -> csr_array:
+    """The matrix of arrays that were written to a file, which are checked block by block and not copied.
+
+    Raises:
+        DataError: if they are not sorted counts of that shape.
     """
     from scipy.sparse import csr_array
 
-    starts, (rows, width), size = _integers(starts, "indptr", shown), shape, len(columns)
-    if len(values) != size:
-        raise DataError(f"{shown} has {size} indices for {len(values)} values; it is damaged or forged")
-    _check_starts(starts, rows, size, shown)
-    index = np.dtype(np.int32 if max(size, width) <= np.iinfo(np.int32).max else np.int64)
-    needed, there = size * (8 + index.itemsize), psutil.virtual_memory().available
-    if needed > there:
-        raise DataError(
-            f"{shown} has {size} entries, which need {needed / 1e9:.1f} GB of memory, but {there / 1e9:.1f} GB are "
-            "free: leave out rare taxa, e.g. with `qiime feature-table filter-features --p-min-samples 2`"
-        )
-    kept, found, indices = np.zeros(rows + 1, np.int64), np.empty(size, np.int64), np.empty(size, index)
-    first = 0
-    while first < rows:
-        last = max(first + 1, int(np.searchsorted(starts, starts[first] + _BLOCK, side="right")) - 1)
+    (rows, width), shown = blocks.shape, blocks.shown
+    if [array.dtype for array in (starts, columns, values)] != [blocks.index_type, blocks.index_type, np.int64]:
+        raise DataError(f"{shown} is kept in arrays of another type; they are damaged or forged")
+    if len(columns) != len(values):
+        raise DataError(f"{shown} is kept as {len(columns)} indices for {len(values)} values; it is damaged or forged")
+    _check_starts(starts, rows, len(columns), shown)
+    for first, last in split_rows(starts):
         part = slice(int(starts[first]), int(starts[last]))
-        own = starts[first : last + 1] - starts[first]
-        block = convert(from_compressed(own, columns[part], values[part], (last - first, width), shown), first)
-        kept[first + 1 : last + 1] = kept[first] + block.indptr[1:]
-        place = slice(int(kept[first]), int(kept[last]))
-        found[place], indices[place] = block.data, block.indices
-        first = last
-    total = int(kept[-1])
-    return csr_array((found[:total], indices[:total], kept.astype(index)), shape=shape)
+        own, begins = columns[part], starts[first:last] - starts[first]
+        rising = np.diff(own) > 0
+        rising[begins[(begins > 0) & (begins < len(own))] - 1] = True
+        if len(own) and not (own.min() >= 0 and own.max() < width and rising.all() and values[part].min() > 0):
+            raise DataError(f"{shown} is kept as entries that are not sorted counts; they are damaged or forged")
+    matrix = csr_array((values, columns, starts), shape=blocks.shape)
+    matrix.has_canonical_format = True  # checked, so that scipy need not
+    return matrix
+
+
+def select_blocks(matrix: csr_array, rows: NDArray[np.int64], columns: NDArray[np.int64], shown: str) -> Blocks:
+    """Some rows and some columns of a matrix, in these orders."""
+    sizes = np.diff(matrix.indptr)[rows]
+    starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    every = np.array_equal(columns, np.arange(matrix.shape[1]))
+
+    def generate() -> Iterator[csr_array]:
+        for first, last in split_rows(starts):
+            block = matrix[rows[first:last]]
+            block = block if every else block[:, columns]
+            block.sort_indices()  # which scipy does not promise
+            yield block
+
+    return Blocks((len(rows), len(columns)), int(starts[-1]), shown, generate)
 
 
 def from_entries(rows: Any, columns: Any, values: Any, shape: tuple[int, int], shown: object) -> csr_array:
@@ -123,7 +206,7 @@ def from_entries(rows: Any, columns: Any, values: Any, shape: tuple[int, int], s
     return from_compressed(starts, columns[order], values[order], shape, shown)
 
 
-def _check_starts(starts: NDArray[np.int64], rows: int, entries: int, shown: object) -> None:
+def _check_starts(starts: NDArray[Any], rows: int, entries: int, shown: object) -> None:
     if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != entries or (starts[1:] < starts[:-1]).any():
         raise DataError(
             f"{shown} has an 'indptr' that does not divide its {entries} entries into {rows} rows (it must rise from 0 "

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, UnisonoError
+from unisono import DataError, UnisonoError, file_hash
 from unisono.recipe_tools import check_hdf5, find_duplicates, format_examples, format_share, safe_paths
 from unisono_microbiome.study import artifacts
-from unisono_microbiome.study.sparse import from_blocks, from_entries
+from unisono_microbiome.study.sparse import from_entries, read_blocks, select_blocks
+from unisono_microbiome.study.storage import Storage
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_BLOCK = 1 << 20  # entries that are hashed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,71 +36,102 @@ class CountTable:
         taxa: their ids.
         counts: (samples, taxa) int64; zeros are not stored.
         taxonomy: lineage per taxon, where the file has it.
+        storage: where the entries of what is computed from it are kept, as its own are.
     """
 
     samples: list[str]
     taxa: list[str]
     counts: csr_array
     taxonomy: list[str] | None = None
+    storage: Storage = field(default_factory=Storage)
 
     @property
     def depths(self) -> NDArray[np.int64]:
         """Reads of each sample, (samples,)."""
         return np.asarray(self.counts.sum(axis=1), dtype=np.int64)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """What it holds, in hex, the lineages left out."""
         found = hashlib.sha256(json.dumps([self.samples, self.taxa]).encode())
         for part in (self.counts.indptr, self.counts.indices, self.counts.data):
-            found.update(part.astype("<i8").tobytes())
+            for first in range(0, len(part), _BLOCK):
+                found.update(part[first : first + _BLOCK].astype("<i8").tobytes())
         return found.hexdigest()[:32]
+
+    def count_reads(self, taxa: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Reads of each sample of some taxa, (samples,)."""
+        return np.asarray(self.counts @ taxa.astype(np.int64), dtype=np.int64)
 
     def select(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> CountTable:
         """Some samples and some taxa of it, in these orders."""
         lineages = None if self.taxonomy is None else [self.taxonomy[number] for number in taxa]
-        counts = self.counts if len(samples) == len(self.samples) else self.counts[samples]
-        counts = counts if len(taxa) == len(self.taxa) else counts[:, taxa]
-        counts.sort_indices()  # which scipy does not promise
-        return CountTable([self.samples[n] for n in samples], [self.taxa[n] for n in taxa], counts, lineages)
+        counts = self.counts
+        if not (_is_all(samples, len(self.samples)) and _is_all(taxa, len(self.taxa))):
+            chosen = hashlib.sha256(samples.astype("<i8").tobytes() + taxa.astype("<i8").tobytes())
+            blocks = select_blocks(counts, samples, taxa, f"a selection of {len(samples)} samples, {len(taxa)} taxa")
+            sizes = [len(samples), len(taxa)]
+            counts = self.storage.keep(blocks, lambda: ["selected", self.digest, *sizes, chosen.hexdigest()])
+        names = [self.samples[number] for number in samples], [self.taxa[number] for number in taxa]
+        return CountTable(*names, counts, lineages, self.storage)
 
 
-def read_table(path: Path) -> CountTable:
+def _is_all(numbers: NDArray[np.int64], size: int) -> bool:
+    return np.array_equal(numbers, np.arange(size))
+
+
+def read_table(path: Path, storage: Storage | None = None) -> CountTable:
     """The table of a BIOM file, or of a QIIME 2 artifact `FeatureTable[Frequency]`.
+
+    Args:
+        path: of the file.
+        storage: where its entries are kept; None for memory, or the user's cache if they do not fit.
 
     Raises:
         DataError: for a file that is none, ids that occur twice, and what is no count.
     """
     artifacts.check_file(path, "data.table", "a BIOM table, HDF5 or JSON, or a .qza")
     with artifacts.open_data(path, "data.table") as inner:
-        return _read_biom(inner)
+        return _read_biom(inner, storage or Storage())
 
 
-def _read_biom(path: Path) -> CountTable:
+def _read_biom(path: Path, storage: Storage) -> CountTable:
     with safe_paths.open_regular(path) as file:
         start = file.read(64)
         file.seek(0)
-        try:
+        opened = safe_paths.path_of(file)
+
+        def find_address() -> list[str]:
+            return ["table", file_hash(Path(opened))]
+
+        with _wrap_errors(path):
             if start.startswith(_HDF5):
                 check_hdf5(path, f"{path} (data.table)")
-                return _read_hdf5(path, safe_paths.path_of(file))
+                return _read_hdf5(path, opened, storage, find_address)
             if start.lstrip().startswith(b"{"):
                 content = safe_paths.read_limited(file, str(path), safe_paths.WHOLE)
-                return _read_json(path, safe_paths.parse_json(content, dict[str, Any]))
-        except UnisonoError:
-            raise
-        except Exception as error:  # whatever h5py and json raise for a damaged file, and lookups in it
-            raise DataError(
-                f"{path} (data.table) is not a readable BIOM table ({type(error).__name__}: {error}); `biom "
-                "validate-table -i` says what it lacks"
-            ) from error
+                return _read_json(path, safe_paths.parse_json(content, dict[str, Any]), storage, find_address)
     raise DataError(
         f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
         "Convert tab-separated tables with `biom convert --to-hdf5`"
     )
 
 
-def _read_hdf5(path: Path, opened: str) -> CountTable:
+@contextmanager
+def _wrap_errors(path: Path) -> Iterator[None]:
+    """Whatever h5py and json raise for a damaged file, and lookups in it, as an error that names the file."""
+    try:
+        yield
+    except UnisonoError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path} (data.table) is not a readable BIOM table ({type(error).__name__}: {error}); `biom "
+            "validate-table -i` says what it lacks"
+        ) from error
+
+
+def _read_hdf5(path: Path, opened: str, storage: Storage, find_address: Callable[[], Any]) -> CountTable:
     """A table of version 2: its matrix is stored by samples and by taxa, and the former is read."""
     import h5py
 
@@ -107,14 +143,20 @@ def _read_hdf5(path: Path, opened: str) -> CountTable:
         def count(block: csr_array, first: int) -> csr_array:
             return _counts(path, samples[first : first + block.shape[0]], block)
 
-        matrix = from_blocks(starts[:], columns, values, (len(samples), len(taxa)), f"{path} (data.table)", count)
+        read = read_blocks(starts[:], columns, values, (len(samples), len(taxa)), f"{path} (data.table)", count)
+
+        def generate() -> Iterator[csr_array]:
+            with _wrap_errors(path):  # while it is written, an error of the operating system is one of the cache
+                yield from read.generate()
+
+        matrix = storage.keep(replace(read, generate=generate), find_address)
         lineages = hdf5.get("observation/metadata/taxonomy")
         ranks = None if lineages is None else [_decode(one) for one in lineages[:]]
-    return CountTable(samples, taxa, matrix, _join_lineages(ranks, taxa))
+    return CountTable(samples, taxa, matrix, _join_lineages(ranks, taxa), storage)
 
 
-def _read_json(path: Path, described: Any) -> CountTable:
-    """A table of version 1: its entries are listed by row (a taxon) and column, or row by row."""
+def _read_json(path: Path, described: Any, storage: Storage, find_address: Callable[[], Any]) -> CountTable:
+    """A table of version 1, read whole: its entries are listed by row (a taxon) and column, or row by row."""
     samples, taxa = ([_text_id(one["id"]) for one in described[axis]] for axis in ("columns", "rows"))
     _check_ids(path, samples, taxa)
     if (shape := described.get("shape", [len(taxa), len(samples)])) != [len(taxa), len(samples)]:
@@ -131,8 +173,11 @@ def _read_json(path: Path, described: Any) -> CountTable:
         entries = tuple(zip(*((column, row, value) for row, column, value in described["data"]), strict=True))
     of_samples, of_taxa, values = entries or ((), (), ())
     matrix = from_entries(of_samples, of_taxa, values, (len(samples), len(taxa)), f"{path} (data.table)")
+    every = np.arange(len(samples)), np.arange(len(taxa))
+    blocks = select_blocks(_counts(path, samples, matrix), *every, f"{path} (data.table)")
+    matrix = storage.keep(blocks, find_address)
     ranks = [(one.get("metadata") or {}).get("taxonomy") for one in described["rows"]]
-    return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
+    return CountTable(samples, taxa, matrix, _join_lineages(ranks, taxa), storage)
 
 
 def _text_id(given: Any) -> str:
