@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -241,6 +243,28 @@ def test_the_process_that_reads_is_limited_and_knows_no_secret(tmp_path: Path, m
     with (tmp_path / "a.pt").open("rb") as pickle, (tmp_path / "b").open("wb") as made:
         pickle_import._run(pickle, None, {}, made, tmp_path)
     assert "PATH" in given["env"] and "secret" not in str(given)
+
+
+def test_a_large_file_has_more_of_the_processors_time_and_a_busy_host_ten_times_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sixty seconds on the clock ended every import of a large file, and any on a busy host."""
+    source, asked = tmp_path / "large.pt", []
+    with source.open("wb") as file:
+        file.truncate(400 << 20)  # a hole: nothing is read here
+
+    def answer(command: Any, **options: Any) -> Any:
+        asked.append((json.loads(options["input"])["seconds"], options["timeout"]))
+        if len(asked) == 1:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, -signal.SIGXCPU, "", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    for told in ("reading it took longer than 1600 s; .* If this host is very busy", "more of the processor's time"):
+        assert imported(source, tmp_path / "out.safetensors") != 0
+        assert re.search(told, capsys.readouterr().err)
+    assert asked == [(60 + 100, 1600)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["large.pt"]
 
 
 # refused before anything is read --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.observe import events
@@ -118,6 +118,12 @@ def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:
             yield f"{path.name} is the newest good checkpoint: the hashes of all its files match"
         else:
             yield f"{path.name} is good"
+    if not found:
+        try:
+            placement.refuse_lost(folder)
+        except RunError as error:
+            yield str(error)
+            return
     if good is None:
         yield "There is no usable checkpoint" if found else "There is no checkpoint"
     lost = steps_run - (good or 0)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.callback import Callback, RunInfo
+from unisono.checkpoint.core import placement
 from unisono.checkpoint.remote.upload import Uploads
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger
@@ -273,7 +274,9 @@ class Training:
         self._sync.decide(self._callbacks.on_end(self.step, "stopped" if self.stopped else "finished"))
 
     def _on_saved(self, path: Path) -> None:
-        """Hand a finished checkpoint over to be uploaded, and to the user's callbacks."""
+        """Note that there is a checkpoint, and hand it over to be uploaded, and to the user's callbacks."""
+        if self._process.is_first:
+            placement.note_saved(self._run.directory, self._saving.saver.saved)
         self._uploads.enqueue(path)
         self._callbacks.on_save(self._saving.saver.saved, path)
 

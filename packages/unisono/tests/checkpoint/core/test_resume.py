@@ -269,6 +269,16 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     assert "damaged-step-00000003" not in names(cut)
 
 
+def test_a_run_whose_checkpoints_were_deleted_is_refused_and_keeps_its_events(cut: Path) -> None:
+    """It began again at step 0 in silence, and cut off the events of what it had done."""
+    shutil.rmtree(cut / "checkpoints")
+    before = files(cut)
+    for how in ("auto", "must", "exact"):  # the last two advised to start it with auto
+        with pytest.raises(RunError, match=r"has saved checkpoints since step 1, and .* to begin again from step 0"):
+            run(cut, config(how=how))
+    assert files(cut) == before
+
+
 # must, exact --------------------------------------------------------------------------------------------------------
 
 

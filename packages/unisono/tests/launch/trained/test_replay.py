@@ -187,3 +187,14 @@ def test_a_replay_copies_nothing_through_links_of_a_run_s_folder(run: Path, tmp_
         (run / name).unlink()
         if kept is not None:
             (run / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize("asked", [(None, None), (0, None)])
+def test_a_replay_of_a_run_with_checkpoints_elsewhere_keeps_its_own_in_its_folder(
+    tmp_path: Path, asked: tuple[int | None, int | None]
+) -> None:
+    """It was refused, or left a folder of its own beside those of the runs."""
+    words = [*WORDS, f"run.dir={tmp_path}", f"checkpoint.folder={tmp_path}/scratch"]
+    assert main.main(["train", TASK, *words]) == 0
+    assert replay(tmp_path / "a", *asked).is_same
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["a"]

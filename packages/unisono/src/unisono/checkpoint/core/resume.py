@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit, provenance
+from unisono.checkpoint.core import commit, placement, provenance
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.core.provenance import Provenance, ProvenanceDifference
 from unisono.checkpoint.core.resume_point import (
@@ -133,9 +133,15 @@ def open_newest(
 
     Raises:
         RunError: if `run.resume=exact` and machine or environment differ.
-        CheckpointError: if no checkpoint is intact, or the newest one is not and no other may be used.
+        CheckpointError: if no checkpoint is intact, or the newest one is not and no other may be used; if a rank does
+            not see the folder of the checkpoints.
     """
-    folder = run.directory / "checkpoints"
+    folder = run.directory / placement.NAME
+    if writing and (target := placement.find_target(run.config)) is not None:
+        sees = communicator.gather(folder.is_dir(), "whether all ranks see checkpoint.folder")
+        if not all(sees):
+            blind = ", ".join(str(rank) for rank, found in enumerate(sees) if not found)
+            raise CheckpointError(f"rank {blind} does not see {target}: checkpoint.folder is for a disk of all nodes")
     names = communicator.gather(
         [path.name for path in commit.find_checkpoints(folder)], "the checkpoints that all ranks see"
     )

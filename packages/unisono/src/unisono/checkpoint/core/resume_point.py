@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from unisono.checkpoint.core import commit, provenance
+from unisono.checkpoint.core import commit, placement, provenance
 from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.core.provenance import Provenance, ProvenanceDifference
 from unisono.config.resolved_run import Candidate, ResumePoint
@@ -95,7 +95,7 @@ def decide_resume_point(
         steps: of the whole run; None if not known yet.
 
     Raises:
-        RunError: if this start is a different run, or the checkpoint cannot be resumed.
+        RunError: if this start is a different run, or the checkpoint cannot be resumed, or all have gone.
         CheckpointError: if a checkpoint is damaged and no other may be used instead.
     """
     exact, first = config.run.resume == "exact", newest.checkpoint
@@ -104,6 +104,7 @@ def decide_resume_point(
     if first is None and newest.rejected:
         raise no_valid_checkpoint(folder / "checkpoints", newest.rejected)
     if first is None:
+        placement.refuse_lost(folder)
         if exact or config.run.resume == "must":
             raise RunError(
                 f"{folder} has no checkpoint to resume from, and run.resume={config.run.resume}; start it with "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.core import assets, commit, placement
 from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.exchange import export_formats, hf_shards
 from unisono.checkpoint.exchange.export_formats import ExportFormat
@@ -149,7 +149,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """The newest checkpoint of a run, or that of a step; not yet verified.
 
     Raises:
-        RunError: if there is no run, or no such checkpoint, or only a part of the newest.
+        RunError: if there is no run, or no such checkpoint, or only a part of the newest, or if all have gone.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml){pickle_hint(folder)}")
@@ -162,6 +162,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
             f"rest from its store{older}"
         )
     if not checkpoints:
+        placement.refuse_lost(folder)
         raise RunError(f"{folder} has no checkpoint yet")
     if step is None:
         return checkpoints[max(checkpoints)]

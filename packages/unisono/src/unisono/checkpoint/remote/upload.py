@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
@@ -33,7 +33,7 @@ from unisono.runtime.errors import CheckpointError, ConfigError, DataError, Uplo
 from unisono.runtime.files import remove_folder
 from unisono.runtime.untrusted import safe_writing
 
-PENDING_FOLDER = "uploading"  # in the run's folder: files that an upload still needs
+PENDING_FOLDER = "uploading"  # beside the checkpoints: files that an upload still needs
 _GRACE = 5.0  # seconds to wait for an idle process to exit
 SayLine = Callable[[str], None]
 RecordEvent = Callable[[int, dict[str, Any]], None]
@@ -85,6 +85,8 @@ class Uploads:
 
     def __init__(self, config: RunConfig, folder: Path, writing: bool, say: SayLine, note: RecordEvent) -> None:
         self._folder, self._say, self._note = folder, say, note
+        # On the disk of the checkpoints: across disks they would be copied, onto one that may be small.
+        self._pending = (placement.find_target(config) or folder) / PENDING_FOLDER
         self._given: Checkpoint = config.checkpoint
         self._is_shared = config.launch.shared_folder
         self._store = open_store(config) if writing else None
@@ -206,7 +208,7 @@ class Uploads:
 
     def _resume_pending(self) -> None:
         """Hand over the newest checkpoint of earlier starts, to resume interrupted uploads."""
-        left = sorted((self._folder / PENDING_FOLDER).glob("step-*"), key=lambda path: path.name)
+        left = sorted(self._pending.glob("step-*"), key=lambda path: path.name)
         for path in left:
             if not _is_complete(path):  # interrupted while its files were linked
                 shutil.rmtree(path, ignore_errors=True)
@@ -223,11 +225,11 @@ class Uploads:
 
     def _link_files(self, path: Path) -> Path:
         """Hard-link the files of a checkpoint; only the upload process removes the links."""
-        held = self._folder / PENDING_FOLDER / path.name
+        held = self._pending / path.name
         if held == path:
             return held
         remove_folder(held)
-        safe_writing.make_folder(self._folder, PENDING_FOLDER)
+        safe_writing.make_folder(self._pending.parent, PENDING_FOLDER)
         held.mkdir()
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
             safe_writing.link_inside(path, file.name, held / file.name)

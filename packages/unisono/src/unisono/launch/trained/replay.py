@@ -185,6 +185,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
         "run": {"name": name, "dir": folder.parent, "resume": "must" if before else "never", "stop_after": after.step},
         "checkpoint": {
             "every": None, "keep_every": None, "keep_best": None, "at_end": True,
+            "folder": None,  # of the run itself
             "final": "resumable" if after.holds == "everything" else after.holds,
             "upload": Upload(),
         },
