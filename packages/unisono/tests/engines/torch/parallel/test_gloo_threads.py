@@ -16,8 +16,6 @@ from unisono.engines.torch.parallel import gloo_threads
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
-ROUNDS = 200
-
 
 def threads_of(group: Any) -> int:
     backend: Any = group if isinstance(group, ProcessGroupGloo) else group._get_backend(torch.device("cpu"))
@@ -52,21 +50,3 @@ def count(place: ProcessInfo, group: Communicator) -> list[int]:
 
 def test_so_it_is_for_those_of_a_run() -> None:
     assert processes.run(count, 2) == [[1] * 5] * 2
-
-
-def gather_many(place: ProcessInfo, group: Communicator) -> int:
-    """Functional gathers in flight, as many as end two at a time if there are two threads."""
-    alone = ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
-    own: Any = alone
-    given, got = [torch.ones(1)], [torch.zeros(1)]
-    for _ in range(ROUNDS):
-        works = [own.allgather_coalesced([got], given) for _ in range(256)]
-        for work in works:
-            work.wait()
-    return ROUNDS
-
-
-@pytest.mark.slow
-def test_gathers_in_flight_do_not_end_a_process() -> None:
-    """With torch's two threads, SIGABRT within thirty thousand."""
-    assert processes.run(gather_many, 1) == [ROUNDS]
