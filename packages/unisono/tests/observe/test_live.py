@@ -145,7 +145,10 @@ def test_the_first_words_fit_a_narrow_terminal(tmp_path: Path) -> None:
 
 
 def test_a_command_in_a_cell_of_a_notebook_overwrites_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from unisono.runtime.display.preparing import preparing\nwith preparing('a model'): print('done')"
+    code = (  # slow enough for a busy machine to see both
+        "import time\nfrom unisono.runtime.display.preparing import preparing\n"
+        "with preparing('a model'):\n    time.sleep(1)\n    print('done')\n    time.sleep(1)"
+    )
     assert any("a model" in picture for _, picture in show([sys.executable, "-c", code], tmp_path, 60).pictures)
     monkeypatch.setenv("JPY_PARENT_PID", "1")
     assert not any("a model" in picture for _, picture in show([sys.executable, "-c", code], tmp_path, 60).pictures)
