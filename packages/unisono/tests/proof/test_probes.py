@@ -476,6 +476,12 @@ def test_padding_that_a_mean_counts_changes_the_loss() -> None:
     assert "pads 'x' to the longest" in found.padding and not found.collated
 
 
+def test_rows_that_follow_each_other_in_one_stream_are_not_taken_for_one_row() -> None:
+    """No row can be cut out of it: the sum of the whole stream was compared with that of a row, four times over."""
+    found = near(lambda x: x.sum(), lambda samples: {"x": np.concatenate([one["x"] for one in samples])})
+    assert not found.padding and not found.collated
+
+
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_padding_on_the_left_and_of_sorted_rows_is_padding_too(is_sorted: bool) -> None:
     def collate(samples: Any) -> Any:

@@ -32,6 +32,8 @@ def probe_neighbours(facts: RunFacts, trial: Trial, samples: Sequence[Any]) -> N
         return
     with trial.undone():
         alone = [trial.task.collate([sample]) for sample in samples[:count]]
+        if not all(_is_of_rows(one, micro.arrays, micro.size) for one in alone):
+            return  # no row can be cut out of a stream of all of them
         cut = [trial.take([row]).arrays for row in range(count)]
         if count < micro.size and not all(map(_is_padded, alone, cut)):
             return  # rows may have changed places, and with some alone one would compare others
@@ -48,6 +50,12 @@ def probe_neighbours(facts: RunFacts, trial: Trial, samples: Sequence[Any]) -> N
         return
     wrong = next(n for n in cut[0] if not all(n in a and _fits(a[n], c[n]) for a, c in pairs))
     facts.collated = f"{said} beside others; collate() gives a row another '{wrong}' then"
+
+
+def _is_of_rows(alone: Mapping[str, Any], together: Mapping[str, Any], count: int) -> bool:
+    """Whether arrays of a batch have a place for each row, or are the same for a row alone."""
+    pairs = [(np.shape(value), np.shape(together[name])) for name, value in alone.items() if name in together]
+    return all(one == whole or (one[:1] == (1,) and whole[:1] == (count,)) for one, whole in pairs)
 
 
 def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
