@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,11 @@ def test_a_declaration_is_written_in_the_certificate_and_told_where_a_run_starts
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)  # of what the copy imports
     (tmp_path / "task.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     two = ["task.py:MinedInOutputs", "layout.world_size=2", "train.global_batch=8", "train.steps=2", "run.name=one"]
     assert main.main(["prove", *two, "layouts=[ddp:2]", "precisions=[fp32]"]) == 1
+    assert "A row depends on its neighbours" in capsys.readouterr().out
     assert main.main(["train", *two, "--proved"]) == 2
     assert "its verdict is FAIL" in capsys.readouterr().err
     assert main.main(["prove", *two, "layouts=[ddp:2]", "precisions=[fp32]", "accept=[neighbours]"]) == 0
