@@ -69,11 +69,7 @@ def language(
                 with torch.autocast(device, torch.bfloat16):
                     logits = model(input_ids=tokens[:, :-1]).logits
                 loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss.item()
+                _update(model, optimizer, loss)
         yield
 
     yield timed(device, loop(steps))
@@ -105,11 +101,7 @@ def speech(device: str, words: Sequence[str], steps: int) -> dict[str, Any]:
             yield
             batch = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
             loss = _mean(task.loss(task.outputs(model, batch, context), batch, context), task.counts(arrays))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.item()
+            _update(model, optimizer, loss)
         yield
 
     return timed(device, loop())
@@ -171,6 +163,17 @@ def _recipe(name: str, words: Sequence[str]) -> tuple[Any, Any, list[dict[str, A
     task = build_task(config)
     task.setup()
     return task, config, list(islice(batches(task, config.train.global_batch), BATCHES))
+
+
+def _update(model: Any, optimizer: Any, loss: Any) -> None:
+    """What every loop in torch does with its loss: clipping, and one number read from the device."""
+    import torch
+
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
 
 
 def _mean(found: Any, counts: dict[str, float]) -> Any:
