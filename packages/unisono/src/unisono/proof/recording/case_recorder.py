@@ -354,8 +354,10 @@ class _CaseRun:
                 if number == 0 and steps not in (*self.case.saves, *self.case.interrupted):
                     self._save(steps)
                 engine.view.perturb(_OTHER_WEIGHTS, number)
-                evaluate()
-                self._load(self.case.name, steps)
+                try:
+                    evaluate()
+                finally:
+                    self._load(self.case.name, steps)
 
             names, other = find_kept_number(self.task, evaluate, evaluate_others, numbers, values[0])
             if names:
