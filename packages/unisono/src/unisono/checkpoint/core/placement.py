@@ -199,7 +199,7 @@ def note_saved(run: Path, step: int) -> None:
         RecordError: If it cannot be written.
     """
     path = run / SAVED_FILE
-    with wrap_record_errors(path):
+    with wrap_record_errors(path), suppress(FileNotFoundError):  # the folder has gone, which the next look tells
         if not os.path.lexists(path):
             write_whole(path, json.dumps({"first_step": step}) + "\n")
 
