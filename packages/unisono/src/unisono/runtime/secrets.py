@@ -124,12 +124,6 @@ def _is_text(value: Any) -> bool:
 
 def _environment_secrets() -> list[str]:
     """Return the values of environment variables that hold a secret; paths are not secret themselves."""
-    return sorted(
-        {
-            value
-            for name, value in os.environ.items()
-            if _holds_secret(name) and len(value) >= _MIN_LENGTH and not value.startswith(("/", "~"))
-        },
-        key=len,
-        reverse=True,
-    )
+    values = {os.environ.get(name, "") for name in os.environ if _holds_secret(name)}
+    secrets = (value for value in values if len(value) >= _MIN_LENGTH and not value.startswith(("/", "~")))
+    return sorted(secrets, key=len, reverse=True)
