@@ -67,7 +67,7 @@ FAULTY = [
     ("parted", ["spread"], "A statistic of the batch is taken of its parts"),
     ("parted", ["returns"], "A statistic of the batch is taken of its parts"),
     ("parted", ["penalty"], "A term is added once per micro-batch"),
-    ("parted", ["weighted"], "The loss depends on the process"),
+    ("parted", ["weighted"], "The loss depends on the layout"),
     ("parted", ["gathered"], "The gradients across samples depend on the layout"),
     ("carried", ["broadcast"], "The loss depends on the layout"),
     ("parted", ["local pairs over N"], "A statistic of the batch is taken of its parts"),
@@ -75,6 +75,13 @@ FAULTY = [
     ("selected", ["padded"], "The evaluation depends on the layout"),
     ("selected", ["teacher"], "The moving average drifts"),
     ("selected", ["average"], "The moving average drifts"),
+    # Weights: what a penalty, a decay and groups of parameters make of them, and rows that no rank has.
+    ("penalised", ["fault", "shards"], "Rows are dropped"),
+    ("penalised", ["fault", "penalty"], "A term is added once per micro-batch"),
+    ("penalised", ["fault", "by hand"], "A term is added once per micro-batch"),
+    ("penalised", ["fault", "decay"], "The update is not that of the gradients"),
+    ("penalised", ["fault", "groups"], "The update depends on the layout"),
+    ("penalised", ["fault", "rates"], "The learning rate depends on the world size"),
     # Of two models that are trained in turn, one alone is wrapped.
     ("two_models", ["--fault", "unwrapped"], "Gradients are not synchronised"),
     # What only the callbacks see.
@@ -140,6 +147,13 @@ def test_passes_whose_gradients_are_thrown_away_are_of_no_update_and_modes_that_
 @pytest.mark.parametrize("kind", ["pairs", "policy", "variance"])
 def test_a_loss_over_all_rows_passes_where_ranks_exchange_what_it_needs(kind: str) -> None:
     report = prove("parted", [kind])
+    assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shards", "penalty", "by hand", "decay", "groups", "rates"])
+def test_penalties_decays_groups_and_uneven_parts_pass_where_all_is_counted_once(kind: str) -> None:
+    report = prove("penalised", [kind])
     assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
 
 

@@ -128,6 +128,23 @@ def test_one_difference_fails_one_quantity_at_its_step(
     assert (found[quantity].worst.step, found[quantity].worst.name) == (at, name)
 
 
+@pytest.mark.parametrize(
+    ("ours", "rates", "name"),
+    [
+        ({"w": 0, "silent": 0}, [0.1, 0.3], "'silent'"),  # which has the rate 0.3 on one process
+        ({"w": 1, "silent": 0}, [0.3, 0.1], ""),  # the same in another order
+        ({"w": 0, "silent": 1}, [0.1, 0.2], "group 1"),
+    ],
+)
+def test_rates_are_those_of_parameters_where_groups_hold_others(
+    tmp_path: Path, ours: dict[str, int], rates: list[float], name: str
+) -> None:
+    mine = trace(tmp_path / "mine", 2, with_step(0, lr=[rates] * 2, groups=[ours] * 2))
+    one = trace(tmp_path / "one", 1, with_step(0, lr=[[0.1, 0.3]], groups=[{"w": 0, "silent": 1}]))
+    found = quantities(mine, one)["learning rate"]
+    assert (found.mark, found.worst.name if name else "") == ("FAIL" if name else "PASS", name)
+
+
 @pytest.mark.parametrize(("before", "mark"), [(1.0, "PASS"), (1e-9, "FAIL")])
 def test_a_state_whose_gradients_cancel_is_compared_with_what_was_in_it(
     tmp_path: Path, before: float, mark: str

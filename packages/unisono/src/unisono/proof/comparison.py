@@ -272,8 +272,9 @@ def _differences(quantity: str, mine: Trace, reference: Trace, left_out: LeftOut
         case "learning rate":
             for number, m, r in pairs:
                 for rank, rates in enumerate(m.lr):
-                    for group, (a, b) in enumerate(zip(rates, r.lr[0], strict=False)):
-                        yield Difference(_relative_difference(a, b), number + 1, f"group {group}", a, b, (rank,))
+                    named = [(f"group {n}", a, b) for n, (a, b) in enumerate(zip(rates, r.lr[0], strict=False))]
+                    for name, a, b in _pair_rates(m, r, rank) or named:
+                        yield Difference(_relative_difference(a, b), number + 1, name, a, b, (rank,))
         case "metrics":
             for number, m, r in pairs:
                 yield from _rank_differences(number + 1, m.metrics, r.metrics)
@@ -291,6 +292,17 @@ def _differences(quantity: str, mine: Trace, reference: Trace, left_out: LeftOut
         case _:
             for number, _, _ in pairs:
                 yield from _moment_differences(mine, reference, quantity, number, left_out)
+
+
+def _pair_rates(mine: StepFacts, reference: StepFacts, rank: int) -> list[tuple[str, float, float]]:
+    """By parameter its rate on a rank and in the reference, where these hold parameters in other groups; else empty."""
+    if rank >= len(mine.groups) or not reference.groups:
+        return []
+    ours, theirs = mine.groups[rank], reference.groups[0]
+    common = [name for name in ours if name in theirs]
+    if all(ours[name] == theirs[name] for name in common):
+        return []
+    return [(f"'{name}'", mine.lr[rank][ours[name]], reference.lr[0][theirs[name]]) for name in common]
 
 
 def _moment_differences(

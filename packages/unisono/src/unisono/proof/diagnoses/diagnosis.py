@@ -24,6 +24,7 @@ from unisono.proof.invariants import (
     PADDING,
     SWITCHED,
 )
+from unisono.proof.recording.optimizer_settings import OF_GROUPS
 from unisono.proof.recording.trace import Trace
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
@@ -295,6 +296,9 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
     detail = f"{worst.mine:.4g} instead of {worst.reference:.4g} in step {worst.step}"
     if pattern.is_resumed:
         return build_diagnosis(FaultName.STATE_NOT_CARRIED, detail)
+    if worst.name.startswith("'"):  # a parameter
+        because = f"{worst.name} has {detail}: its optimizer holds it in another group of parameters"
+        return replace(build_diagnosis(FaultName.RATE_BY_WORLD_SIZE, because), remedy=OF_GROUPS)
     size = pattern.world_size
     ours, theirs = (
         [step.lr[0] for step in trace.facts.steps if step.lr] for trace in (pattern.mine, pattern.reference)

@@ -8,6 +8,7 @@ from typing import Any
 
 # What is compared by itself, and how torch executes an update, which layouts may choose otherwise.
 _OF_NO_UPDATE = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+OF_GROUPS = "choose groups of parameters by their names as they are before the model is wrapped, alike on all ranks"
 Settings = Sequence[Mapping[str, Sequence[float]]]  # group by group and by name
 
 
@@ -23,9 +24,33 @@ def read_settings(optimizer: Any) -> list[dict[str, list[float]]]:
     ]
 
 
+def find_groups(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, int]:
+    """The number of the group that holds each of these parameters, of those that the optimizer holds."""
+    if any("lr" not in group for group in optimizer.param_groups):
+        return {}  # rates are numbered without these
+    held = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {name: held[id(p)] for name, p in parameters.items() if id(p) in held}
+
+
 def _is_numeric(value: Any) -> bool:
     each = value if isinstance(value, list | tuple) else [value]
     return bool(each) and all(isinstance(one, int | float) for one in each)
+
+
+def find_other_members(
+    ours: Settings, theirs: Settings, held: Sequence[Mapping[str, int]], limit: float
+) -> tuple[str, list[str]] | None:
+    """The first number that parameters have otherwise as their groups do, and which have; None if there is none.
+
+    Args:
+        ours: settings of one optimizer.
+        theirs: of the other.
+        held: of both, the group of each parameter.
+        limit: relative difference that is rounding.
+    """
+    pairs = [(name, ours[held[0][name]], theirs[held[1][name]]) for name in held[0] if name in held[1]]
+    found = [(key, n) for n, a, b in pairs for key in a if key in b and not _are_equal(a[key], b[key], limit)]
+    return (found[0][0], [name for key, name in found if key == found[0][0]]) if found else None
 
 
 def find_other(ours: Settings, theirs: Settings, limit: float) -> tuple[int, str] | None:

@@ -75,6 +75,7 @@ class StepFacts:
     lr: list[list[float]]  # of every parameter group, as the optimizer used it, rank by rank
     metrics: list[dict[str, float]]  # over the global batch, as every rank reports them
     clean: bool | None = True  # whether the step began without gradients; None where that is not known
+    groups: list[dict[str, int]] = field(default_factory=list)  # of a script, rank by rank: the group of each parameter
 
     # Of every micro-batch, in the order of the global batch.
     samples: list[str] = field(default_factory=list)  # a digest of its arrays

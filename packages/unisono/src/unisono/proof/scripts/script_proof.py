@@ -21,10 +21,8 @@ from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis, predictions
-from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.scripts.judging import script_rows, self_check
 from unisono.proof.scripts.judging.evaluation_rows import judge_evaluation
-from unisono.proof.scripts.judging.optimizer_settings import add_settings
 from unisono.proof.scripts.judging.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
     LATE,
@@ -34,15 +32,15 @@ from unisono.proof.scripts.judging.script_comparison import (
     differ_in_order_alone,
     drop_unrepeatable_reports,
     find_other_buffers,
-    find_unmoved,
     have_same_copies,
     is_port_taken,
     name_local_statistics,
 )
+from unisono.proof.scripts.judging.script_diagnosis import diagnose_script
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.recording.script_process import MODULE, ScriptRun
 from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
-from unisono.proof.scripts.replay.parts_alone import explain_by_parts
+from unisono.proof.scripts.replay.parts_alone import excuse_counts, explain_by_parts
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
 from unisono.proof.scripts.start import gpu_need
@@ -239,6 +237,7 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
     dropped = drop_unrepeatable_reports(traces, traces.get(again.name, reference), reference)
     stray = runs.explain_stray(adaptive, (one, again))
     verdicts, alone = runs.judge(adaptive, cases)
+    named = {case.name: case for case in cases}
     for judged in verdicts:
         if judged.case in traces:
             trace, check = traces[judged.case], checks[judged.case]
@@ -252,9 +251,9 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             judged.invariants += [evaluated] if evaluated else []
             judged.diagnosis = judged.diagnosis or likely
             if group.plan is not None:
+                excuse_counts(runs, named[judged.case], judged, reference, plain)
                 answer_by_replay(judged, group, trace, reference, plain, judged.case in runs.own_numbers)
     name_local_statistics(verdicts, traces, reference)
-    named = {case.name: case for case in cases}
     for judged in verdicts:
         if judged.case in named:
             explain_by_parts(runs, named[judged.case], judged, reference)
@@ -364,34 +363,7 @@ def _complete(
     ]
     # A mode that changes no gradient does no harm.
     judged.invariants += [c for c in check.found if not (gradients_agree and c.quantity == self_check.MODES)]
-    world = len(mine.facts.steps[0].by_rank)
-    judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
-    first = judged.first
-    copies = next((one for one in judged.compared if one.quantity == "EMA" and one.mark == "FAIL"), None)
-    is_open = first is not None and judged.diagnosis is not None and judged.diagnosis.is_neutral
-    if is_open and first and copies and copies is not first and 1 < copies.worst.step <= first.worst.step:
-        judged.diagnosis = diagnosis.diagnose(mine, reference, [copies], world)  # the loss may read what differs before
-    step = first.worst.step if first and first.quantity == "raw gradients" else 0
-    left_out = check.dropped.get(step - 1, [])
-    if left_out and judged.diagnosis is not None and judged.diagnosis.is_neutral:
-        detail = f"step {step}: what the backward passes of ranks {left_out} made is not in the update"
-        judged.diagnosis = build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
-    is_late = first is not None and (first.worst.step > 1 or first.quantity in ("optimizer state", "parameters"))
-    is_open = is_late and judged.diagnosis is not None and judged.diagnosis.is_neutral
-    if is_open and first and (still := find_unmoved(mine, reference, first.worst.step)):
-        detail = f"{join_names(still, 3)}: moved on one process, and by no update here"
-        judged.diagnosis = build_diagnosis(FaultName.PARAMETERS_NOT_TRAINED, detail)
-    if first and first.quantity == "loss" and check.inside == self_check.TOGETHER and first.worst.step > 1:
-        detail = (
-            "each rank makes an update of its own gradients, and the script brings parameters together after it, of "
-            f"which step {first.worst.step} has another loss than one process; averaged they are the same for plain SGD"
-        )
-        judged.diagnosis = build_diagnosis(FaultName.NOT_SYNCHRONISED, detail)
-    if first and check.failed in judged.invariants and first.quantity not in ("initial parameters", "sample ids"):
-        same_step = check.failed is not None and check.failed.worst.step == first.worst.step
-        judged.diagnosis = check.diagnosis if same_step else judged.diagnosis
-    if first and judged.diagnosis is not None:
-        judged.diagnosis = add_settings(judged.diagnosis, mine, reference, first.worst.step, first.allowed)
+    judged.diagnosis = diagnose_script(judged, check, mine, reference)
 
 
 def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_check.SelfCheck) -> None:

@@ -52,3 +52,17 @@ def test_the_setting_that_differs_first_is_named(tmp_path: Path, ranks: list[Gro
     assert (found.remedy != drift.remedy) == bool(told)
     scaled = build_diagnosis(FaultName.SCALED_GRADIENTS, "by 2")
     assert add_settings(scaled, mine, reference, 2, 1e-7) is scaled  # of gradients, which no setting changes
+
+
+def test_a_parameter_in_another_group_is_named_with_its_setting(tmp_path: Path) -> None:
+    """And an update that the script could also have changed by itself is then one of the optimizer."""
+    mine, reference = write(tmp_path / "many", [TWO_GROUPS, TWO_GROUPS]), write(tmp_path / "one", [TWO_GROUPS])
+    mine.facts.steps[0].groups = [{"a": 0, "b": 0}] * 2
+    reference.facts.steps[0].groups = [{"a": 0, "b": 1}]
+    by_hand = build_diagnosis(FaultName.UPDATE_NOT_OF_GRADIENTS, "'b' differs")
+    found = add_settings(by_hand, mine, reference, 1, 1e-7)
+    assert found.fault == FaultName.UPDATE_BY_LAYOUT
+    assert found.because == (
+        "'b' differs; the optimizer holds b in another group, whose weight_decay is 0.1 instead of 0 in step 1"
+    )
+    assert "before the model is wrapped" in found.remedy

@@ -191,6 +191,11 @@ def test_what_differs_or_should_between_ranks_is_named(
 def test_rates_that_differ_between_ranks_fail(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, rates=(0.1, 0.2))
     assert find_failed(trace) == ([self_check.RATES], "The learning rate differs between ranks")
+    trace = write_trace(tmp_path)
+    trace.facts.steps[0].lr = [[0.1, 0.2]] * 2
+    trace.facts.steps[0].groups = [{"a": 0, "b": 1}, {"a": 0, "b": 0}]
+    check = self_check.check_run(trace)
+    assert check.failed is not None and "rank 1 holds b in another group" in check.failed.worst.name
 
 
 def test_buffers_that_differ_by_rounding_are_equal(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 
 from unisono.proof.scripts.recording import script_collectives
-from unisono.proof.scripts.recording.script_collectives import Exchange, ScriptCollectives
+from unisono.proof.scripts.recording.script_collectives import Exchange, ScriptCollectives, merge_exchanges
 
 ROWS, COUNT = torch.zeros(4, 3), torch.tensor(4)
 EXCHANGES = [
@@ -91,3 +91,9 @@ def test_outside_of_a_pass_an_exchange_is_told_and_not_noted() -> None:
     with seen.installed():
         dist.all_gather([ROWS], ROWS)
     assert (len(told), seen.take()) == (1, {})
+
+
+def test_a_line_that_exchanges_rows_in_one_pass_does_so_whatever_later_passes_and_ranks_exchange() -> None:
+    rows, count = {"a": Exchange.ROWS}, {"a": Exchange.COUNT, "b": Exchange.COUNT}
+    for each in ((rows, count), (count, rows)):
+        assert merge_exchanges(*each) == {"a": "rows", "b": "count"}

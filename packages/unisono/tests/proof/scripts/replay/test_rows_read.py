@@ -11,7 +11,12 @@ from packages.unisono.tests.proof.script_traces import build_step, write_script_
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_replay
-from unisono.proof.scripts.replay.rows_read import describe_epoch, describe_repeated_order, judge_reading
+from unisono.proof.scripts.replay.rows_read import (
+    describe_epoch,
+    describe_left_out,
+    describe_repeated_order,
+    judge_reading,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +25,7 @@ from unisono.proof.scripts.replay.rows_read import describe_epoch, describe_repe
         ([[0, 2, 4], [1, 3, 5]], range(6), "", "the same 6 rows of an epoch, each read once"),
         ([[0, 2, 4], [1, 3, 0]], range(5), "", "to deal out equally many, 5 rows in an epoch, 1 are read twice"),
         ([range(6), range(5, -1, -1)], range(6), "", "every process reads all 6 rows"),
-        ([[0, 1], [2, 3]], range(8), "Some rows are read twice, others never", "0 are read twice and 4 never"),
+        ([[0, 1], [2, 3]], range(8), "Rows are dropped", "0 are read twice and 4 never"),
         ([range(6), range(3, 9)], range(9), "Some rows are read twice, others never", "3 are read twice"),
         ([[0, 1, 2, 3], [4, 5, 8, 9]], range(6), "Every rank splits the data by itself", "2 more are read"),
         ([[0, 1], [2, 3]], [0, 0, 1, 1], "", ""),
@@ -139,6 +144,30 @@ def test_a_batch_for_each_process_is_said_with_the_rates(tmp_path: Path) -> None
     found, _ = judge_reading(mine, one, "another global batch")
     assert found.mark == "PASS"
     assert "2 rows in an update, and 1 on one process; the learning rate is that of one process" in found.why
+
+
+@pytest.mark.parametrize(
+    ("ranks", "one", "cleared", "lost"),
+    [
+        ([["a"], ["b"]], ["a", "b", "c"], False, "of the 3 rows of update 1 on one process, 1 reach no rank"),
+        ([["a"], ["b"]], ["b", "a"], False, ""),
+        ([["a"], ["d"]], ["a", "b", "c"], False, ""),  # rows of its own
+        ([["a"], ["a"]], ["a", "b", "c"], False, ""),  # read twice
+        ([["a"], ["b"]], ["a", "b", "c"], True, ""),  # whose gradients were cleared before the update
+        ([[], []], [], False, ""),
+    ],
+)
+def test_rows_that_reach_no_rank_are_dropped_where_it_has_no_others(
+    tmp_path: Path, ranks: list[list[str]], one: list[str], cleared: bool, lost: str
+) -> None:
+    """Known by what the model is given, since nothing numbers them."""
+    mine, reference = write_runs(tmp_path, ([[], []], []), (ranks, one), drawn=(1, 1))
+    for rank in mine.ranks[0]:
+        rank.cleared = cleared
+    said = describe_left_out(mine, reference)
+    assert said.startswith(lost) if lost else not said
+    rows, likely = judge_reading(mine, reference, "other rows")
+    assert (rows.mark, likely.fault if likely else "") == (("FAIL", "Rows are dropped") if lost else (rows.mark, ""))
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def _follow_gradients(steps: Sequence[_Step], parted: bool) -> tuple[dict[str, _
         if not step.unequal:
             if replicas and _is_undone(step, inside == SENT):
                 inside = SENT
-            elif step.number and not parted and (apart := _find_apart(step.seen)):
+            elif step.number and not parted and (apart := find_apart(step.seen)):
                 message = f"ranks differ in {join_names(apart, 3)} when the update begins"
                 failures.setdefault(APART, _fail(APART, step.number, message))
         elif _is_united_by_clipping(step):
@@ -303,7 +303,7 @@ def _is_undone(step: _Step, before: bool) -> bool:
     return bool(after[0].begun) and all(rank.begun == after[0].begun for rank in after)
 
 
-def _find_apart(seen: Sequence[RankFacts]) -> list[str]:
+def find_apart(seen: Sequence[RankFacts]) -> list[str]:
     """The parameters that all ranks hold, and not with the same values, when an update begins."""
     shared = set.intersection(*({*rank.begun} for rank in seen))
     return sorted(name for name in shared if len({rank.begun[name] for rank in seen}) > 1)
@@ -340,7 +340,17 @@ def _describe_beginnings(step: _Step) -> str:
 
 
 def _describe_rates(step: _Step) -> str:
-    return f"{step.facts.lr}" if len({tuple(rates) for rates in step.facts.lr}) > 1 else ""
+    rates, groups = step.facts.lr, step.facts.groups
+    if len({tuple(of_rank) for of_rank in rates}) > 1:
+        return f"{rates}"
+    for rank, held in enumerate(groups[1:], 1):
+        common = (name for name in held if name in groups[0])
+        other = [name for name in common if rates[rank][held[name]] != rates[0][groups[0][name]]]
+        if other:
+            return (
+                f"rank {rank} holds {join_names(other, 3)} in another group of parameters, at another rate, than rank 0"
+            )
+    return ""
 
 
 def _describe_buffers(step: _Step) -> str:

@@ -15,19 +15,24 @@ class ParameterChanges:
 
     Args:
         parameters: by name, before the first pass.
+
+    Attributes:
+        changed: those that something has changed since the last update, when the one under way began.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._held: set[int] = set()  # that an optimizer has updated at a rate other than 0, by `id`
         self._after = replicas.digests(parameters)  # the last update
         self._by_script: set[str] = set()
+        self.changed: list[str] = []
 
     def begin_update(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, int]:
         """An update begins; returns the digests of the parameters as it finds them."""
         moving = [group for group in optimizer.param_groups if group.get("lr", 1.0) != 0]
         self._held |= {id(parameter) for group in moving for parameter in group["params"]}
         now = replicas.digests(parameters)
-        self._by_script |= {name for name, digest in now.items() if digest != self._after.get(name, digest)}
+        self.changed = [name for name, digest in now.items() if digest != self._after.get(name, digest)]
+        self._by_script |= {*self.changed}
         return now
 
     def end_update(self, parameters: Mapping[str, Tensor]) -> None:

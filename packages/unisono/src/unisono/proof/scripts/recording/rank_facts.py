@@ -133,6 +133,11 @@ def reduced_moment(rank: int) -> str:
     return f"reduced gradients of rank {rank}"
 
 
+def begun_moment(rank: int) -> str:
+    """The moment of a trace that holds elements of what the script has changed since the update before."""
+    return f"parameters changed on rank {rank}"
+
+
 def buffers_moment(rank: int) -> str:
     """The moment of a trace that holds elements of the buffers as one process has them."""
     return f"buffers of rank {rank}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +42,14 @@ class Exchange(StrEnum):
     ROWS = "rows"  # what may be values of rows, without a backward pass
     COUNT = "count"  # a number, which may be a count or a report
     WITH_BACKWARD = "with backward"  # torch makes it, or its result has a gradient
+
+
+def merge_exchanges(*each: Mapping[str, str]) -> dict[str, str]:
+    """What several passes or ranks exchange, by line: a line that exchanges rows in one of them exchanges rows."""
+    result: dict[str, str] = {}
+    for found in each:
+        result |= {line: kind for line, kind in found.items() if result.get(line) != Exchange.ROWS}
+    return result
 
 
 class ScriptCollectives:

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from unisono.proof.scripts.recording.rank_progress import RankProgress
 from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
 from unisono.proof.scripts.recording.rows_seen import FetchedRows, digest_rows
-from unisono.proof.scripts.recording.script_collectives import ScriptCollectives
+from unisono.proof.scripts.recording.script_collectives import ScriptCollectives, merge_exchanges
 from unisono.proof.scripts.recording.script_recorder import Records, World
 from unisono.proof.scripts.recording.trained_model import TrainedModules, find_model, is_redirected, is_transformed
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
@@ -379,7 +379,8 @@ class ScriptWatch:
                 if self.records.before_backward(of_batch):
                     self._rows = []
             self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
-            self.records.seen.exchanged |= self._collectives.take()
+            seen = self.records.seen
+            seen.exchanged = merge_exchanges(seen.exchanged, self._collectives.take())
             self._rows += self._fetched.take_pass()
             self.records.seen.sources = self._fetched.lengths
         return original(tensors, *args, **named)

@@ -25,7 +25,7 @@ from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
-from unisono.proof.recording.optimizer_settings import read_settings
+from unisono.proof.recording.optimizer_settings import find_groups, read_settings
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts.recording import model_facts
 from unisono.proof.scripts.recording.draws_seen import DrawsSeen
@@ -35,6 +35,7 @@ from unisono.proof.scripts.recording.owned_state import find_pieces, gather_owne
 from unisono.proof.scripts.recording.parameter_changes import ParameterChanges
 from unisono.proof.scripts.recording.rank_facts import (
     RankFacts,
+    begun_moment,
     buffers_moment,
     fill_reports,
     reduced_moment,
@@ -120,6 +121,7 @@ class Records:
         self.seen = RankFacts()
         self._reported: dict[str, float] = {}  # since the last update
         self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
+        self._groups: dict[str, int] = {}  # of it, the group that holds each parameter
         self._norm: float | None = None
         self._clean: bool | None = None  # of the same update
         self._clips = False  # whether a rank has clipped its gradients
@@ -198,6 +200,7 @@ class Records:
         mine = {
             "rows": [int(row) for row in known],
             "lr": self._rates,
+            "groups": self._groups,
             "loss": None if loss is None else float(loss),
             "metrics": None if metrics is None else {name: float(value) for name, value in metrics.items()},
             "clean": self._clean,
@@ -221,6 +224,7 @@ class Records:
                 terms={},
                 grad_norm=self._norm,
                 lr=[rank["lr"] for rank in ranks],
+                groups=[rank["groups"] for rank in ranks],
                 metrics=[rank["metrics"] for rank in ranks if rank["metrics"] is not None],
                 clean=None if None in clean else all(clean),
                 replicas=find_differing(self._group, copies),
@@ -331,6 +335,7 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self._groups = find_groups(optimizer, self._parameters())
         self.seen.settings = read_settings(optimizer)
         if self._ema is None:  # copies, as the update before has left them
             self._copies = self._model_copies.find(self._model, self.steps)
@@ -345,6 +350,7 @@ class Records:
         self._facts.frozen = [name for name in self._facts.frozen if name not in thawed]
         self._facts.trainable += thawed  # from now on
         begun = self._changes.begin_update(optimizer, named)
+        self._write_own(begun_moment(self._world.rank), {name: named[name] for name in self._changes.changed})
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         self._facts.replaced = self._facts.replaced or ("" if now else model_facts.describe_replaced(optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -53,6 +54,9 @@ def judge_reading(
     if said := describe_repeated_order(mine, reference):
         failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
         return failed, build_diagnosis(FaultName.SAME_ORDER_EVERY_EPOCH, said)
+    if said := describe_left_out(mine, reference):
+        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
+        return failed, build_diagnosis(FaultName.DROPPED_ROWS, said)
     size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     ours, theirs = _inputs_by_number(mine), _inputs_by_number(reference)
@@ -73,6 +77,26 @@ def judge_reading(
         remedy = "take what rows are scaled by of all rows, alike on every rank"
         return failed, replace(build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said), remedy=remedy)
     return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
+
+
+def describe_left_out(mine: ScriptTrace, reference: ScriptTrace) -> str:
+    """In words, that ranks are given rows of one process and no others, and not all of them, in every update.
+
+    Empty where they are not, and where gradients of some rows were cleared before the update.
+    """
+    lost = []
+    for seen, one in zip(mine.ranks, reference.ranks, strict=False):
+        ours, theirs = Counter(row for rank in seen for row in rank.inputs), Counter(one[0].inputs)
+        if not ours or ours - theirs or ours == theirs or any(rank.cleared for rank in seen):
+            return ""
+        lost.append((ours.total(), theirs.total()))
+    if not lost:
+        return ""
+    given, whole = lost[0]
+    return (
+        f"of the {whole} rows of update 1 on one process, {whole - given} reach no rank, nor do all rows of a later "
+        "update: parts of ranks that are cut to the same length, or a last batch that is left out"
+    )
 
 
 def describe_repeated_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
@@ -159,7 +183,7 @@ def describe_epoch(
         shown = f"; {new} more are read, which one process does not train on"
         return build_diagnosis(FaultName.SPLIT_BY_RANK, counts + shown), counts + shown
     if max(twice, never) >= max(update, 1):
-        return build_diagnosis(FaultName.ROWS_TWICE, counts), counts
+        return build_diagnosis(FaultName.ROWS_TWICE if twice else FaultName.DROPPED_ROWS, counts), counts
     if twice or never:
         return None, f"another order of the same epoch; to deal out equally many, {counts.removeprefix('of ')}"
     return None, f"another order of the same {len(one)} rows of an epoch, each read once"
