@@ -80,7 +80,7 @@ FAULTY = [
     ("penalised", ["fault", "penalty"], "A term is added once per micro-batch"),
     ("penalised", ["fault", "by hand"], "A term is added once per micro-batch"),
     ("penalised", ["fault", "decay"], "The update is not that of the gradients"),
-    ("penalised", ["fault", "groups"], "The update depends on the layout"),
+    ("penalised", ["fault", "groups"], "The update is computed otherwise"),
     ("penalised", ["fault", "rates"], "The learning rate depends on the world size"),
     # Of two models that are trained in turn, one alone is wrapped.
     ("two_models", ["--fault", "unwrapped"], "Gradients are not synchronised"),

@@ -36,7 +36,7 @@ from unisono.proof.scripts.judging.script_comparison import (
     is_port_taken,
     name_local_statistics,
 )
-from unisono.proof.scripts.judging.script_diagnosis import diagnose_script
+from unisono.proof.scripts.judging.script_diagnosis import diagnose_script, find_line
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.recording.script_process import MODULE, ScriptRun
 from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
@@ -257,6 +257,7 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
     for judged in verdicts:
         if judged.case in named:
             explain_by_parts(runs, named[judged.case], judged, reference)
+            judged.place = find_line(judged, traces[judged.case]) if judged.case in traces else ""
     return Report(
         verdicts,
         alone if group.plan is None else [],

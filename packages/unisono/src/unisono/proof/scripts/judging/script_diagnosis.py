@@ -43,6 +43,15 @@ def diagnose_script(
     return add_settings(found, mine, reference, first.worst.step, first.allowed)
 
 
+def find_line(judged: Verdict, mine: ScriptTrace) -> str:
+    """In words, where the loss is that differs first, or whose gradients do; empty where a line is named already."""
+    first, known = judged.first, judged.diagnosis.because if judged.diagnosis else ""
+    if first is None or first.quantity not in ("loss", "raw gradients") or ".py" in known:
+        return ""
+    seen = mine.ranks[first.worst.step - 1] if 0 < first.worst.step <= len(mine.ranks) else []
+    return f"backward() at {seen[0].line}" if seen and seen[0].line else ""
+
+
 def _consider_run(
     found: Diagnosis,
     first: ComparedQuantity,

@@ -36,6 +36,7 @@ class RankFacts:
         drawn: by generator that has drawn outside of forward passes since the update before, a digest of its state.
         settings: the numbers that its optimizer computes with beside learning rates, group by group and by name.
         exchanged: by collective inside of passes, with the line that has called it, what kind of exchange it is.
+        line: the user's, of its last backward pass; known of several processes.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,6 +55,7 @@ class RankFacts:
     drawn: dict[str, int] = field(default_factory=dict)
     settings: list[dict[str, list[float]]] = field(default_factory=list)
     exchanged: dict[str, str] = field(default_factory=dict)
+    line: str = ""
 
 
 class ScriptTrace(Trace):

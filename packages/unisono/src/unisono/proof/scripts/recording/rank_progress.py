@@ -45,7 +45,11 @@ def _find_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f", which began at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _say_where(line: str) -> str:
+    return f", which began at {line}" if line else ""
 
 
 def describe_waiting(folder: Path, size: int) -> str:
@@ -124,12 +128,13 @@ class RankProgress:
                 )
             time.sleep(0.002)
 
-    def begin_pass(self) -> None:
-        """A backward pass begins."""
+    def begin_pass(self) -> str:
+        """A backward pass begins; returns the user's line that has called it."""
         self._mine.passes += 1
         self._mine.since += 1
         self._mine.line = _find_line() if len(self._files) > 1 else ""
         self._tell()
+        return self._mine.line
 
     def begin_update(self) -> None:
         """Wait until all processes are at the same update.
@@ -165,7 +170,8 @@ class RankProgress:
                 other = left[later[0]]
                 raise UnequalUpdatesError(
                     f"rank {self._rank} has ended after {self._mine.updates} updates and {self._mine.passes} backward "
-                    f"passes, and rank {later[0]} waits in or after its backward pass {other.passes}{other.line}"
+                    f"passes, and rank {later[0]} waits in or after its backward pass {other.passes}"
+                    f"{_say_where(other.line)}"
                 )
             time.sleep(0.01)
             now = self._read()
@@ -182,7 +188,7 @@ class RankProgress:
         return (
             f"rank {self._rank} makes its update {self._mine.updates} after backward pass {self._mine.passes}, "
             f"and rank {rank} has made {made} update{'' if made == 1 else 's'} and {end} backward pass "
-            f"{other.passes}{'' if other.ended else other.line}"
+            f"{other.passes}{'' if other.ended else _say_where(other.line)}"
         )
 
     def _tell(self) -> None:

@@ -369,7 +369,7 @@ class ScriptWatch:
         inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
         if not inside:
             self._fetched.begin_pass()
-            self.progress.begin_pass()
+            line = self.progress.begin_pass()
             self._loss_inputs.end_pass()
         if not inside and self.records is not None:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -380,6 +380,7 @@ class ScriptWatch:
                     self._rows = []
             self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
             seen = self.records.seen
+            seen.line = line
             seen.exchanged = merge_exchanges(seen.exchanged, self._collectives.take())
             self._rows += self._fetched.take_pass()
             self.records.seen.sources = self._fetched.lengths
