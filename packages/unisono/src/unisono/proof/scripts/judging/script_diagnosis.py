@@ -39,7 +39,8 @@ def diagnose_script(
         found = _consider_run(found, first, judged, check, mine, reference)
     if found is None:
         return None
-    found = add_changes(confirm(found, first, mine, reference), first, mine, reference)
+    parameters = next((one for one in judged.compared if one.quantity == "parameters"), None)
+    found = add_changes(confirm(found, first, mine, reference), first, mine, reference, parameters)
     return add_settings(found, mine, reference, first.worst.step, first.allowed)
 
 

@@ -6,7 +6,7 @@ may differ between layouts does, so it is seen by the numbers alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from unisono.proof.comparison import ComparedQuantity
@@ -26,7 +26,13 @@ _FITTED = 1e-5  # relative, of small differences of large numbers
 _ONCE = "add it once, after gradients are reduced, or give the optimizer a weight_decay"
 
 
-def add_changes(found: Diagnosis, first: ComparedQuantity, mine: ScriptTrace, reference: ScriptTrace) -> Diagnosis:
+def add_changes(
+    found: Diagnosis,
+    first: ComparedQuantity,
+    mine: ScriptTrace,
+    reference: ScriptTrace,
+    parameters: ComparedQuantity | None = None,
+) -> Diagnosis:
     """What was found of the first difference, or what of it a change of weights by the script explains.
 
     Args:
@@ -34,19 +40,22 @@ def add_changes(found: Diagnosis, first: ComparedQuantity, mine: ScriptTrace, re
         first: the quantity that differs first.
         mine: of many processes.
         reference: of one.
+        parameters: as they were compared, with what was left out, and what rounding may come to.
     """
     step = first.worst.step - 1
     limit = max(_FITTED, first.allowed)
     if step < 0 or not (found.is_neutral or found.fault in _OF_UPDATES):
         return found
     of_update = first.quantity in ("optimizer state", "parameters")
-    if said := _find_other_values(mine, reference, step, max(ROUNDING[mine.precision], first.allowed)):
+    rounding = max(ROUNDING[mine.precision], first.allowed, parameters.allowed if parameters else 0.0)
+    left_out = {name.partition(" (")[0] for name in (parameters.left_out if parameters else ())}
+    if said := _find_other_values(mine, reference, step, rounding, left_out):
         return build_diagnosis(FaultName.UPDATE_NOT_OF_GRADIENTS, said) if step or of_update else found
     before = sample_elements(mine.tensors("parameters", step - 1) if step else mine.tensors("initial parameters", None))
     if first.quantity in ("loss", "raw gradients"):
         return _add_penalty(found, mine, reference, step, before, limit)
     ours, theirs = (sample_elements(trace.tensors("parameters", step)) for trace in (mine, reference))
-    if first.quantity == "parameters" and (decayed := _find_decay(ours, theirs, before, limit)):
+    if first.quantity == "parameters" and (decayed := _find_decay(ours, theirs, before, limit, mine.precision)):
         because = (
             f"{found.because}; of {decayed[1]} it differs by {decayed[0]:.4g} times what it was before the update: "
             "look for a decay that is made more or less often, or by another factor"
@@ -55,10 +64,12 @@ def add_changes(found: Diagnosis, first: ComparedQuantity, mine: ScriptTrace, re
     return found
 
 
-def _find_other_values(mine: ScriptTrace, reference: ScriptTrace, step: int, limit: float) -> str:
+def _find_other_values(
+    mine: ScriptTrace, reference: ScriptTrace, step: int, limit: float, left_out: Collection[str]
+) -> str:
     """In words, that the script has changed parameters before an update to other values than on one process."""
     ours, theirs = (trace.tensors(begun_moment(0), step) for trace in (mine, reference))
-    a, b = ({name: side[name] for name in ours if name in theirs} for side in (ours, theirs))
+    a, b = ({name: side[name] for name in ours if name in theirs and name not in left_out} for side in (ours, theirs))
     names = [name for name, value in b.items() if norm_of([a[name] - value]) > limit * norm_of([value])]
     if not names:
         return ""
@@ -75,12 +86,12 @@ def _add_penalty(
 ) -> Diagnosis:
     """Of gradients that differ by a multiple of the weights; a name where one process adds its part by hand, too."""
     ours, theirs = (sample_elements(trace.tensors("raw gradients", step)) for trace in (mine, reference))
-    decayed = _find_decay(ours, theirs, before, limit)
+    decayed = _find_decay(ours, theirs, before, limit, mine.precision)
     if decayed is None:
         return found
     factor, names = decayed
     said = f"the gradients of {names} are those of one process and {factor:.4g} times the weights"
-    alone = _find_decay(theirs, add_gradients(read_local_gradients(reference, 0, step)), before, limit)
+    alone = _find_decay(theirs, add_gradients(read_local_gradients(reference, 0, step)), before, limit, mine.precision)
     size = len(mine.ranks[step])
     if alone is not None and predictions.is_equal(factor, (size - 1) * alone[0], limit):
         detail = f"{said}, of which one process adds {alone[0]:.4g} by hand: so it is added {size} times"
@@ -89,13 +100,17 @@ def _add_penalty(
 
 
 def _find_decay(
-    mine: Mapping[str, Array], reference: Mapping[str, Array], before: Mapping[str, Array], limit: float
+    mine: Mapping[str, Array],
+    reference: Mapping[str, Array],
+    before: Mapping[str, Array],
+    limit: float,
+    precision: str,
 ) -> tuple[float, str] | None:
     """The factor of the weights by which two sides differ, and of which parameters; None if it is not one."""
     common = [name for name in mine if name in reference and name in before and mine[name].shape == before[name].shape]
     ours, theirs = ({name: side[name] for name in common} for side in (mine, reference))
     there = [name for name in common if before[name].any()]
-    names = [name for name in find_differing(ours, theirs, "fp64") if name in there]
+    names = [name for name in find_differing(ours, theirs, precision) if name in there]
     if sum(before[name].size for name in names) < _LEAST_ELEMENTS:
         return None
     more = {name: mine[name] - reference[name] for name in names}

@@ -113,6 +113,8 @@ def excuse_counts(runs: ScriptRuns, case: Case, judged: Verdict, replayed: Scrip
     step = first.worst.step - 1
     if not 0 <= step <= _LATEST or first.quantity not in ("loss", "raw gradients") or case.world_size > _MOST_RANKS:
         return
+    if step >= len(plain.ranks) or plan_replay(mine, replayed).how != "side by side":
+        return
     seen = mine.ranks[step]
     own, given = len(plain.ranks[step][0].inputs), sum(len(rank.inputs) for rank in seen)
     if own == given or not all(rank.inputs for rank in seen):
