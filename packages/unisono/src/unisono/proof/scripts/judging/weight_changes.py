@@ -23,6 +23,7 @@ from unisono.runtime.text import join_names
 _OF_UPDATES = (FaultName.REPLICA_DRIFT, FaultName.UPDATE_BY_LAYOUT, FaultName.UPDATE_NOT_OF_GRADIENTS)
 _LEAST_ELEMENTS = 8  # of what differs, in which one factor can hardly hold by chance
 _FITTED = 1e-5  # relative, of small differences of large numbers
+_ALIKE = "count a penalty or a decay alike, whatever the number of processes"
 _ONCE = "add it once, after gradients are reduced, or give the optimizer a weight_decay"
 
 
@@ -96,7 +97,8 @@ def _add_penalty(
     if alone is not None and predictions.is_equal(factor, (size - 1) * alone[0], limit):
         detail = f"{said}, of which one process adds {alone[0]:.4g} by hand: so it is added {size} times"
         return replace(build_diagnosis(FaultName.TERM_PER_MICRO_BATCH, detail), remedy=_ONCE)
-    return replace(found, because=f"{said}: look for a penalty or a decay that counts more or less often")
+    because = f"{said}: look for a penalty or a decay that counts more or less often"
+    return replace(found, because=because, remedy=_ALIKE)
 
 
 def _find_decay(

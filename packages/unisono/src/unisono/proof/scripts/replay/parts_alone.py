@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from unisono.proof.cases import Case
 from unisono.proof.diagnoses import predictions
-from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
+from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
@@ -86,18 +86,21 @@ def explain_by_parts(runs: ScriptRuns, case: Case, judged: Verdict, reference: S
     limit = max(ROUNDING[mine.precision], first.allowed)
     exchanged = merge_exchanges(*(rank.exchanged for rank in mine.ranks[step]))
     alike = _is_reduced_alike(mine, reference, ranks, whole, step)
+    likely = found
     if (factor := find_factor(ranks, known, limit)) is not None:
         twice = _compute_alone(runs, case, mine, [0, 0], step)
         known, twice = [one.times(factor) for one in known], twice and twice.times(factor)
-        judged.diagnosis = explain_parts(ranks, known, whole, twice, limit, factor, alike)
+        likely = explain_parts(ranks, known, whole, twice, limit, factor, alike)
     elif (rest := find_rest(ranks, known, limit)) is not None:
-        judged.diagnosis = explain_rest(ranks, *rest, whole, limit, found, alike)
+        likely = explain_rest(ranks, *rest, whole, limit, found, alike)
     elif any(one.numbers for one in known):
         return
     elif first.quantity == "raw gradients" and exchanged:
-        judged.diagnosis = explain_exchange(ranks, whole, exchanged, found, limit)
+        likely = explain_exchange(ranks, whole, exchanged, found, limit)
     elif not exchanged:
-        judged.diagnosis = explain_process(ranks, known, limit, found, step)
+        likely = explain_process(ranks, known, limit, found, step)
+    is_open = found.remedy == REMEDIES[found.fault]  # else the weights say what differs
+    judged.diagnosis = likely if is_open or not likely.is_neutral else found
 
 
 def excuse_counts(runs: ScriptRuns, case: Case, judged: Verdict, replayed: ScriptTrace, plain: ScriptTrace) -> None:
