@@ -39,9 +39,12 @@ def diagnose_script(
         found = _consider_run(found, first, judged, check, mine, reference)
     if found is None:
         return None
+    found = confirm(found, first, mine, reference)
+    named = add_settings(found, mine, reference, first.worst.step, first.allowed)
+    if named is not found:
+        return named
     parameters = next((one for one in judged.compared if one.quantity == "parameters"), None)
-    found = add_changes(confirm(found, first, mine, reference), first, mine, reference, parameters)
-    return add_settings(found, mine, reference, first.worst.step, first.allowed)
+    return add_changes(found, first, mine, reference, parameters)
 
 
 def find_line(judged: Verdict, mine: ScriptTrace) -> str:
