@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from unisono.proof.hangs import read_stacks
+from unisono.launch.processes.children import ChildProcesses
+from unisono.proof.hangs import StateSamples, find_computing, read_stacks
 
 
 def dump(folder: Path, rank: int, begins: str) -> int:
@@ -33,3 +37,36 @@ def test_stacks_of_processes_that_were_ended_for_another_reason_are_no_hang(tmp_
     for rank in range(ranks):
         dump(tmp_path, rank, "")
     assert read_stacks(tmp_path, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("frame", "computing"),
+    [
+        ("train.py", [0]),
+        ("site-packages/torch/autograd/graph.py", [0]),  # a backward pass that runs is no wait
+        ("site-packages/torch/distributed/distributed_c10d.py", []),
+        ("unisono/proof/scripts/recording/rank_progress.py", []),
+    ],
+)
+def test_a_rank_that_runs_outside_of_waits_computes(tmp_path: Path, frame: str, computing: list[int]) -> None:
+    (tmp_path / "logs").mkdir()
+    lines = (f'  File "/x/{frame}", line 1 in call', '  File "/x/train.py", line 2 in main')
+    stack = "\n".join(("Timeout (0:05:00)!", "Thread 0x01:", *lines))
+    (tmp_path / "logs" / "rank-00000.stack").write_text(stack)
+    assert find_computing(tmp_path, [0]) == computing
+    assert find_computing(tmp_path, []) == []  # one that sleeps, whatever its line
+
+
+def test_a_process_that_sleeps_is_told_from_one_that_runs() -> None:
+    programs = ("while True: pass", "import time; time.sleep(60)")
+    children = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    try:
+        time.sleep(0.3)
+        states = StateSamples([ChildProcesses([child.pid for child in children], lambda _: {})])
+        with states.sampled():
+            time.sleep(2.5)
+        assert states.find_running() == [0]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

@@ -17,6 +17,7 @@ from unisono.proof.scripts.judging import script_comparison
 from unisono.proof.scripts.judging.parameter_pieces import drop_pieces
 from unisono.proof.scripts.judging.script_comparison import (
     ScriptRuns,
+    SlowRunError,
     differ_in_order_alone,
     drop_unrepeatable_reports,
     find_local_statistics,
@@ -208,3 +209,15 @@ def test_a_run_whose_port_another_program_has_taken_is_started_again(
     assert (runs.record(runs.cases[0]) is not None) == (taken < 3)
     assert len(starts) == started
     assert not any(script_proof._may_be_of_fp64(error) for error in runs.ended.values())
+
+
+@pytest.mark.parametrize(("error", "mark"), [(SlowRunError, "ABSTAIN"), (WorkerError, "FAIL")])
+def test_a_run_that_is_late_while_a_rank_computes_says_nothing(
+    tmp_path: Path, error: type[WorkerError], mark: str
+) -> None:
+    runs = ScriptRuns(ScriptRun("train.py", "fp64", 10.0), {1: [], 2: []}, tmp_path, quiet=True)
+    runs.traces = {"1 process": write_script_trace(tmp_path / "one", [[RankFacts()]])}
+    runs.ended = {"2 processes": error("it did not finish", 1)}
+    (judged,) = (one for one in runs.judge(False)[0] if one.case == "2 processes")
+    assert judged.mark == mark
+    assert (judged.diagnosis is None) == (mark == "ABSTAIN")

@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from unisono.launch.processes import local_processes
+from unisono.launch.processes.children import ChildProcesses
 from unisono.launch.resolving.layout import threads_per_process
 from unisono.proof import comparison, judgement, report, verdict
 from unisono.proof.cases import EPSILON, Case
-from unisono.proof.comparison import Difference, Mark
+from unisono.proof.comparison import ComparedQuantity, Difference, Mark
 from unisono.proof.diagnoses import predictions
 from unisono.proof.diagnoses.remedies import build_diagnosis
-from unisono.proof.hangs import read_stacks
+from unisono.proof.hangs import StateSamples, find_computing, read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Array, trace_folder
 from unisono.proof.scripts.judging.script_remedies import reword
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace
@@ -46,6 +47,10 @@ MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
 LATE = "it did not finish within"  # how the error of a run begins that took too long
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
+
+
+class SlowRunError(local_processes.WorkerError):
+    """A run that did not finish, and of which nothing shows that it would not have."""
 
 
 @dataclass
@@ -178,7 +183,12 @@ class ScriptRuns:
 
     def judge(self, adaptive: bool, cases: Sequence[Case] = ()) -> tuple[list[Verdict], list[Verdict]]:
         """Compare the runs on many processes with that on one; their verdicts, and those of single runs."""
-        return judgement.judge_cases([*cases] or self.cases, self.traces, adaptive, self.ended)
+        verdicts, alone = judgement.judge_cases([*cases] or self.cases, self.traces, adaptive, self.ended)
+        for judged in verdicts:
+            if isinstance(error := self.ended.get(judged.case), SlowRunError):
+                judged.fault, judged.diagnosis = "", None
+                judged.compared = [ComparedQuantity("the run", "ABSTAIN", why=str(error))]
+        return verdicts, alone
 
 
 def is_port_taken(error: local_processes.WorkerError) -> bool:
@@ -293,17 +303,21 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrac
     trace.mkdir()
     own = replace(run, trace=trace.name, perturbed=case.perturbed)
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
+    started: list[ChildProcesses] = []
+    states = StateSamples(started)
     try:
         module, world = "unisono.proof.scripts.recording.script_process", case.world_size
-        with launch_variables(world, run.variables, by_fabric=run.by_fabric):
-            local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
+        with launch_variables(world, run.variables, by_fabric=run.by_fabric), states.sampled():
+            local_processes.run_processes(
+                module, root, world, threads, run.reference, loopback=True, shares_port=False, started=started
+            )
     except local_processes.WorkerError as error:
-        raise _interpret_error(error, run, trace, world) from None
+        raise _interpret_error(error, run, trace, world, states) from None
     return ScriptTrace(trace, case.precision)
 
 
 def _interpret_error(
-    error: local_processes.WorkerError, run: ScriptRun, trace: Path, world: int
+    error: local_processes.WorkerError, run: ScriptRun, trace: Path, world: int, states: StateSamples
 ) -> ConfigError | local_processes.WorkerError:
     message, fault = str(error), error.fault
     if error.exit_code == ConfigError.exit_code:
@@ -311,6 +325,12 @@ def _interpret_error(
     if late := read_stacks(trace.parent, world):
         lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
         message = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
+        if world > 1 and (computing := find_computing(trace.parent, states.find_running())):
+            return SlowRunError(
+                f"{message}; ranks {computing} were not waiting for others but running, or ready to: give it more time "
+                "(timeout=…) or a host that is less busy, if it is not in a loop without an end",
+                error.exit_code,
+            )
         if waiting := describe_waiting(trace, world):
             return ConfigError(f"{message}{waiting} One that is made on some ranks only cannot be recorded")
         fault = FaultName.DEADLOCK if world > 1 else ""
