@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,12 @@ from unisono.runtime.fault_names import FaultName
 GRADIENT = np.random.default_rng(3).normal(size=12)
 
 
-def write(folder: Path, seen: list[RankFacts], factor: float = 1.0, rows: tuple[int, ...] = (), **facts: bool):  # type: ignore[no-untyped-def]
-    steps = [build_step([[*rows], *([] for _ in seen[1:])], **facts)]
-    trace = write_script_trace(folder, [seen], steps)
+def write(
+    folder: Path, size: int = 2, factor: float = 1.0, rows: Sequence[int] = (), clean: bool = True, begun: int = 1
+) -> ScriptTrace:
+    """One step of so many processes; the last one begins it with other weights, if their digest is not 1."""
+    seen = [RankFacts(begun={"w": 1}) for _ in range(size - 1)] + [RankFacts(begun={"w": begun})]
+    trace = write_script_trace(folder, [seen], [build_step([[*rows], *([] for _ in seen[1:])], clean=clean)])
     write_tensors(folder, "raw gradients", 0, {"w": factor * GRADIENT})
     return trace
 
@@ -29,33 +33,31 @@ def differing(quantity: str, mine: float = 2.0) -> ComparedQuantity:
     return ComparedQuantity(quantity, "FAIL", Difference(0.5, 1, quantity, mine, 1.0), 1e-9)
 
 
-def one(folder: Path, **facts: object) -> ScriptTrace:
-    return write(folder / "one", [RankFacts()], **facts)  # type: ignore[arg-type,no-any-return]
-
-
 @pytest.mark.parametrize(("other", "fault"), [(1, "The loss depends on the layout"), (2, "Replicas drift apart")])
 def test_replicas_drift_before_a_loss_only_where_the_update_begins_with_other_weights(
     tmp_path: Path, other: int, fault: str
 ) -> None:
-    mine = write(tmp_path / "many", [RankFacts(begun={"w": 1}), RankFacts(begun={"w": other})])
+    mine = write(tmp_path / "many", begun=other)
     drift = build_diagnosis(FaultName.REPLICA_DRIFT, "replicas too")
-    assert confirm(drift, differing("loss"), mine, one(tmp_path)).fault == fault
+    assert confirm(drift, differing("loss"), mine, write(tmp_path / "one", 1)).fault == fault
 
 
 @pytest.mark.parametrize(("factor", "neutral"), [(2.0, False), (1.5, True)])
 def test_a_loss_is_scaled_only_where_gradients_are(tmp_path: Path, factor: float, neutral: bool) -> None:
-    mine = write(tmp_path / "many", [RankFacts(), RankFacts()], factor)
+    mine = write(tmp_path / "many", factor=factor)
     scaled = build_diagnosis(FaultName.SCALED_LOSS, "2 instead of 1")
-    assert confirm(scaled, differing("loss"), mine, one(tmp_path)).is_neutral == neutral
+    assert confirm(scaled, differing("loss"), mine, write(tmp_path / "one", 1)).is_neutral == neutral
 
 
 @pytest.mark.parametrize(("clean", "neutral"), [(True, False), (False, True)])
 def test_gradients_that_one_process_begins_with_too_are_not_what_differs(
     tmp_path: Path, clean: bool, neutral: bool
 ) -> None:
-    mine = write(tmp_path / "many", [RankFacts(), RankFacts()], clean=False)
+    mine = write(tmp_path / "many", clean=False)
     left = build_diagnosis(FaultName.GRADIENTS_NOT_CLEARED, "step 1 began with gradients")
-    assert confirm(left, differing("raw gradients"), mine, one(tmp_path, clean=clean)).is_neutral == neutral
+    assert (
+        confirm(left, differing("raw gradients"), mine, write(tmp_path / "one", 1, clean=clean)).is_neutral == neutral
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,9 @@ def test_gradients_that_one_process_begins_with_too_are_not_what_differs(
 def test_rows_are_dropped_or_repeated_only_where_all_others_are_the_same(
     tmp_path: Path, ours: tuple[int, ...], theirs: tuple[int, ...], fault: FaultName, stays: bool
 ) -> None:
-    mine = write(tmp_path / "many", [RankFacts(), RankFacts()], rows=ours)
-    found = confirm(build_diagnosis(fault, "step 1"), differing("sample ids"), mine, one(tmp_path, rows=theirs))
+    mine = write(tmp_path / "many", rows=ours)
+    found = confirm(
+        build_diagnosis(fault, "step 1"), differing("sample ids"), mine, write(tmp_path / "one", 1, rows=theirs)
+    )
     assert (found.fault == fault) == stays
     assert stays or found.fault == FaultName.ORDER_BY_WORLD_SIZE

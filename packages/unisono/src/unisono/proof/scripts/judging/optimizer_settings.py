@@ -54,7 +54,9 @@ def _find(ours: Settings, theirs: Settings, held: Sequence[_Held], limit: float,
     """What is to be said of a setting that is another, and the remedy; None if all are alike."""
     if all(group == held[1].get(name, group) for name, group in held[0].items()):
         which = find_other(ours, theirs, limit)
-        return which and (describe_other(which, ours, theirs, beside), _REMEDY.format(which[1]))
+        if which is None:
+            return None
+        return describe_other(which, ours, theirs, beside), _REMEDY.format(which[1])
     other = find_other_members(ours, theirs, held, limit)
     if other is None:
         return None
