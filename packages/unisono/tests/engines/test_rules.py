@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,4 +67,27 @@ def test_out_of_memory_names_sizes_that_can_be_asked_for() -> None:
     assert str(error) == (
         "rank 1, step 3: out of memory with 6 rows in a micro-batch (no bytes left). Use a smaller layout.micro_batch "
         "(1, 2, 3, 4), or let `unisono autobatch` find the largest that fits."
+    )
+
+
+X = np.array([3.0, 1.0, 4.0, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("term", "named"),
+    [
+        (np.mean, "A mean of means"),
+        (lambda x: np.average(x, weights=x), "A mean of means"),
+        (lambda x: 7.0, "A term is added once per micro-batch"),
+        (np.std, "A statistic of the batch is taken of its parts"),
+        (np.median, "A statistic of the batch is taken of its parts"),
+        (np.max, "The loss depends on the micro-batch"),
+        (lambda x: min(x.sum(), 5.0), "The loss depends on the micro-batch"),
+    ],
+)
+def test_a_term_that_does_not_double_is_named_by_what_a_few_rows_show(term: Any, named: str) -> None:
+    """A clamped sum, a largest row and a deviation were all taken for a mean."""
+    assert rules.name_doubled(float(term(X)), lambda rows: float(term(X[rows])), len(X)) == named
+    assert rules.name_doubled(float(term(X[:2])), lambda rows: float(term(X[rows])), 2) == (
+        "The loss depends on the micro-batch"
     )

@@ -16,7 +16,7 @@ from unisono.data.order.plan import SampleIndices
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
-from unisono.proof.probes.report_probe import probe_reports
+from unisono.proof.probes.report_probe import find_unsummed
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.task_probes import probe_task
 from unisono.proof.probes.trial import Trial
@@ -79,6 +79,8 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len, ki
         (np.max, len, {"term": "statistic"}),
         (lambda x: np.square(x).sum() / x.max(), len, {"term": "largest"}),  # as padding to the longest, too
         (np.sum, lambda x: 0.0, {}),
+        (np.sum, lambda x: max(2.0, len(x)), {}),  # counts that do not add up are compared by themselves
+        (lambda x: x.sum() + np.square(np.diff(x)).sum(), len, {"term": "places"}),  # the same from either end
         (lambda x: x @ np.arange(len(x)), len, {"term": "places"}),
     ],
 )
@@ -98,31 +100,41 @@ def test_outputs_that_depend_on_the_number_of_rows_are_told_from_a_loss_that_doe
     assert (found.additivity, found.by_number) == ({"term": "number"}, "out" if divided else "")
 
 
+STATISTICS = {"metric/mean sum": "statistic", "metric/mean count": "statistic"}
+
+
 @pytest.mark.parametrize(
     ("report", "found"),
     [
-        (lambda x: {"metric/right sum": x.sum(), "metric/right count": len(x), "total/all": np.square(x).sum()}, []),
-        (lambda x: {"metric/mean sum": x.mean(), "metric/mean count": 1.0}, ["metric/mean sum", "metric/mean count"]),
-        (lambda x: {"metric/f1 sum": len(x) / (1 / x).mean(), "metric/f1 count": len(x)}, ["metric/f1 sum"]),
-        (lambda x: {"total/mean": x.mean()}, ["total/mean"]),
-        (lambda x: {"total/drawn": random.random()}, []),  # draws are a matter of other probes
+        (lambda x: {"metric/right sum": x.sum(), "metric/right count": len(x), "total/all": np.square(x).sum()}, {}),
+        (
+            lambda x: {"metric/mean sum": x.mean(), "metric/mean count": 1.0},
+            {"metric/mean sum": "statistic", "metric/mean count": "statistic"},
+        ),
+        (
+            lambda x: {"metric/f1 sum": len(x) / (1 / x).mean(), "metric/f1 count": len(x)},
+            {"metric/f1 sum": "statistic"},
+        ),
+        (lambda x: {"total/mean": x.mean()}, {"total/mean": "statistic"}),
+        (lambda x: {"metric/more sum": x.sum() + 0.5, "metric/more count": len(x)}, {"metric/more sum": "constant"}),
+        (lambda x: {"loss/by place sum": x @ np.arange(len(x))}, {"loss/by place sum": "places"}),
+        (lambda x: {"total/drawn": random.random()}, {}),  # draws are a matter of other probes
         (
             lambda x: {"metric/of fifth sum": float(len(x) > 4), "metric/of fifth count": len(x)},
-            ["metric/of fifth sum"],
+            {"metric/of fifth sum": "statistic"},
         ),
     ],
 )
 def test_metrics_and_totals_are_tried_for_being_sums_over_all_rows_of_the_batch(report: Any, found: list[str]) -> None:
     class Reporting(View):
-        def report(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        def report(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool) -> dict[str, float]:
             return {name: float(value) for name, value in report(micro.arrays["x"]).items()}
 
-    facts, view = RunFacts(), Reporting(np.sum)
-    task: Any = Counting(len)
-    probe_reports(facts, Trial(view, task, micro_batch(3.0, 1.0, 4.0, 1.5, 9.0), {}, 1e-9))  # type: ignore[arg-type]
-    assert list(facts.unsummed) == found
+    view, task = Reporting(np.sum), Counting(len)
+    made = find_unsummed(Trial(view, task, micro_batch(3.0, 1.0, 4.0, 1.5, 9.0), {}, 1e-9))  # type: ignore[arg-type]
+    assert {name: kind for name, (kind, _) in made.items()} == found
     if "total/mean" in found:
-        assert facts.unsummed["total/mean"].endswith("of what they have alone, 18.5, but their mean")
+        assert made["total/mean"][1].endswith("of what they have alone, 18.5, but their mean")
 
 
 def test_a_loss_that_remembers_is_another_the_second_time() -> None:
@@ -440,6 +452,42 @@ def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_th
     assert found.startswith(
         "collate() changes 'x' of a batch when it makes the next one, which is memory of self.scratch"
     )
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_batch_that_is_padded_to_the_longest_row_so_far_is_told(keeps: bool) -> None:
+    def collate(samples: Any) -> Any:
+        longest = max(len(sample["x"]) for sample in samples)
+        if keeps:
+            longest = task.longest = max(task.longest, longest)
+        return {"x": np.stack([np.resize(sample["x"], longest) for sample in samples])}
+
+    task: Any = Rows(collate=collate)
+    task.longest = 0
+    found = probe_samples(task, task.data(), 0, ALL)
+    said = "collate() of a sample alone gives another 'x' after it was given others"
+    assert found.partition(";")[0] == (said if keeps else "")
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_rows_of_a_stream_are_collated_anew_where_they_cannot_be_cut_out(constant: bool) -> None:
+    """Every set of rows had the whole stream, which looked like a sum that their number divides."""
+
+    class Streaming(View):
+        def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+            return {"term": float(micro.arrays["x"].sum()) + 0.5 * constant}
+
+    task: Any = Rows(
+        collate=lambda samples: {"x": np.concatenate([s["x"] for s in samples]), "n": np.ones(len(samples))}
+    )
+    task.counts = lambda arrays: {"term": float(len(arrays["n"]))}
+    samples = task.data()
+    view: Any = Streaming(np.sum)
+    whole = Trial(view, task, MicroBatch(0, np.arange(4), task.collate(samples), {}, {}), {}, 1e-9)
+    for trial, kinds in ((whole, {}), (whole.with_samples(samples), {"term": "constant"} if constant else {})):
+        facts = RunFacts()
+        probe_loss(facts, trial)
+        assert facts.additivity == kinds
 
 
 def test_a_sample_that_the_next_one_is_written_into_is_told_with_the_attribute_that_has_its_memory() -> None:

@@ -174,3 +174,15 @@ def test_a_proof_that_is_left_open_says_why_in_its_first_line() -> None:
     assert format_verdicts([open_], [])[0] == "ABSTAIN: batch statistics"
     assert format_verdicts([GOOD], [], mark="ABSTAIN")[0] == "ABSTAIN: nothing could be compared"
     assert format_verdicts([GOOD, SILENT], [])[0] == "PASS; not judged: ddp:2 m1 against single m1"
+
+
+def test_what_a_run_shows_comes_before_the_update_that_the_proof_makes() -> None:
+    """An optimizer that counts its updates by itself fails in both."""
+
+    def failing(case: str, quantity: str) -> Verdict:
+        named = build_diagnosis(FaultName.OPTIMIZER_STATE_LOST, quantity)
+        compared = [ComparedQuantity(quantity, "FAIL", Difference(1.0, 2, "a"))]
+        return Verdict(case, "single", False, compared, diagnosis=named)
+
+    told = format_verdicts([failing("ddp:2", "update"), failing("ddp:2 resumed", "parameters")], [])
+    assert told[1].startswith("ddp:2 resumed: FAIL parameters"), told

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts
 ReportNames = list[list[str]]  # of terms, metrics and work
 log = logging.getLogger(__name__)
 OUTPUTS = "outputs"  # a non-finite entry that explains all others: what is computed across samples follows from them
+_TOLD = 1e-4  # relative, up to which numbers in fp32 are taken for equal
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -102,36 +104,79 @@ def counts_by_default(counts: Iterable[str]) -> bool:
     return set(counts) == {EVERY_TERM}
 
 
-def check_sum(task: Task, loss: Loss, twice: tuple[Any, Batch, Context]) -> None:
+def check_sum(
+    task: Task, once: Mapping[str, Any], sums: Callable[[Sequence[int]], Mapping[str, Any]], size: int
+) -> None:
     """Refuse a loss that does not double when every row is given twice, which a sum over rows does.
 
     Args:
         task: whose terms count rows by default, so that a mean over rows would be divided by them again.
-        loss: of the rows.
-        twice: outputs, batch and context of the same rows, each of them twice.
+        once: sums of the loss of all rows.
+        sums: those of the rows at these places, in this order.
+        size: how many rows there are.
 
     Raises:
-        ConfigError: naming the term.
+        ConfigError: naming the term, and what it is as far as a few rows tell.
     """
     try:
-        doubled = task.loss(*twice)
+        twice = sums([*range(size)] * 2)
     except Exception as error:  # it may rightly insist on a number of rows; a proof looks closer
         log.info("not checked whether loss() is a sum over rows: %s", describe_error(error))
         return
-    check_doubled(task, {name: float(value) for name, value in loss.sums.items()}, doubled.sums)
-
-
-def check_doubled(task: Task, once: Mapping[str, float], twice: Mapping[str, Any]) -> None:
-    """Refuse terms that are the same of all rows and of all rows twice; see `check_sum`."""
     for name, value in once.items():
-        if value and name in twice and math.isclose(float(twice[name]), value, rel_tol=0.01):
-            raise ConfigError(
-                f"{type(task).__name__}.loss: the term '{name}' is {value:.4g} for some rows and the same if every row "
-                "is given twice, so it is a mean, or a constant. Return the sum over rows, e.g. "
-                'F.cross_entropy(logits, labels, reduction="sum"): it is divided once, by the rows of the whole global '
-                "batch, however they are split. For a penalty on weights, multiply by the number of rows",
-                fault=FaultName.MEAN_OF_MEANS,
-            )
+        whole = float(value)
+        if not whole or name not in twice or not math.isclose(float(twice[name]), whole, rel_tol=0.01):
+            continue
+        try:
+            fault = name_doubled(whole, lambda rows, name=name: float(sums(rows)[name]), size)
+        except Exception as error:
+            log.info("what '%s' is cannot be told from fewer rows: %s", name, describe_error(error))
+            fault = FaultName.LOSS_BY_MICRO_BATCH
+        raise ConfigError(
+            f"{type(task).__name__}.loss: the term '{name}' is {whole:.4g} for some rows and the same if every row "
+            f"is given twice, so it is {_DOUBLED[fault]}. Return the sum over rows, e.g. "
+            'F.cross_entropy(logits, labels, reduction="sum"): it is divided once, by the rows of the whole global '
+            "batch, however they are split. For a penalty on weights, multiply by the number of rows",
+            fault=fault,
+        )
+
+
+_DOUBLED = {
+    FaultName.MEAN_OF_MEANS: "a mean",
+    FaultName.TERM_PER_MICRO_BATCH: "a constant",
+    FaultName.STATISTIC_OF_PARTS: "a statistic of them",
+    FaultName.LOSS_BY_MICRO_BATCH: "no sum over rows, but a mean, a constant, the largest, or clamped",
+}
+
+
+def name_doubled(whole: float, value: Callable[[list[int]], float], size: int) -> FaultName:
+    """What a term is that is the same of all rows and of all rows twice, by its values of the first three rows.
+
+    The weights of a mean follow from two pairs of rows, and have to hold for all three.
+
+    Args:
+        whole: of all rows.
+        value: of some of them.
+        size: how many there are.
+    """
+    if size < 3:
+        return FaultName.LOSS_BY_MICRO_BATCH
+    alone = [value([row]) for row in range(3)]
+    if all(map(partial(math.isclose, whole, rel_tol=_TOLD), alone)):
+        return FaultName.TERM_PER_MICRO_BATCH
+    first, *others = alone
+    pairs = [value([0, row]) for row in (1, 2)]
+    if all(math.isclose(one, first, rel_tol=_TOLD) for one in others):
+        is_other = any(not math.isclose(pair, first, rel_tol=_TOLD) for pair in pairs)
+        return FaultName.STATISTIC_OF_PARTS if is_other else FaultName.LOSS_BY_MICRO_BATCH
+    if any(math.isclose(pair, other, rel_tol=_TOLD) for pair, other in zip(pairs, others, strict=True)):
+        return FaultName.LOSS_BY_MICRO_BATCH
+    weights = [1.0, *((pair - first) / (other - pair) for pair, other in zip(pairs, others, strict=True))]
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        return FaultName.LOSS_BY_MICRO_BATCH
+    wanted = sum(weight * one for weight, one in zip(weights, alone, strict=True)) / sum(weights)
+    is_mean = math.isclose(value([0, 1, 2]), wanted, rel_tol=0.01)
+    return FaultName.MEAN_OF_MEANS if is_mean else FaultName.STATISTIC_OF_PARTS
 
 
 def scaled_sum(sums: Mapping[str, Any], weights: Mapping[str, Any], scales: Mapping[str, Any]) -> Any:

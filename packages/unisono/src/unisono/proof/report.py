@@ -106,13 +106,13 @@ def _explain_failures(judged: Sequence[Verdict]) -> list[str]:
     failed = [verdict for verdict in judged if verdict.mark == "FAIL"]
     places = {verdict.case: number for number, verdict in enumerate(judged)}
     by_fault: dict[tuple[str, str], list[Verdict]] = {}
-    for verdict in failed:
+    for verdict in sorted(failed, key=_is_of_the_proof):
         name = verdict.diagnosis.fault if verdict.diagnosis else ""
         error = _WHICH.sub("", verdict.fault) if verdict.fault else ""  # of one error, ranks and logs are others
         by_fault.setdefault((name, error), []).append(verdict)
     result: list[str] = []
     for alike in by_fault.values():
-        shown, *others = sorted(alike, key=lambda verdict: (_begins(verdict), places[verdict.case]))
+        shown, *others = sorted(alike, key=lambda v: (_is_of_the_proof(v), _begins(v), places[v.case]))
         result += _explain_verdict(shown)
         if others:
             more = f" and {len(others) - _MAX_CASES} more" if len(others) > _MAX_CASES else ""
@@ -122,6 +122,11 @@ def _explain_failures(judged: Sequence[Verdict]) -> list[str]:
 
 _WHICH = re.compile(r"\S*logs\S*|rank \d+|0x[0-9a-f]+|\d+(\.\d+)? s\b")
 _MAX_CASES = 4  # that are named of those that fail alike
+
+
+def _is_of_the_proof(verdict: Verdict) -> bool:
+    """Whether what differs first is the proof's own update: what a user's run shows comes before it."""
+    return verdict.first is not None and verdict.first.quantity == "update"
 
 
 def _begins(verdict: Verdict) -> float:

@@ -351,6 +351,20 @@ def test_a_buffer_that_begins_otherwise_on_a_rank_is_told_as_such(tmp_path: Path
     assert (found.fault, found.because[:10]) == ("Initialisation depends on the rank", "buffer 'b'")
 
 
+@pytest.mark.parametrize(
+    ("rowless", "fault"),
+    [([], "Buffers are those of one process"), (["b"], "The buffers depend on the layout")],
+)
+def test_a_buffer_that_passes_do_not_make_of_rows_is_not_said_to_be_made_of_a_ranks_rows(
+    tmp_path: Path, rowless: list[str], fault: str
+) -> None:
+    """As a counter that one rank advances, or the time."""
+    mine, one = (trace(tmp_path / side, counts) for side, counts in (("mine", EVEN), ("one", [[8], [8]])))
+    mine.facts.steps[0].buffers = ["'b' is not the same on ranks [0] and [1]"]
+    one.facts.probed, one.facts.rowless_buffers = True, rowless
+    assert diagnose((mine, one), failed("buffers", 1, "b")).fault == fault
+
+
 def test_what_the_task_counts_and_no_checkpoint_has_is_told_after_a_resume(tmp_path: Path) -> None:
     """Even after a second one, of which nothing else is known."""
     found = told(tmp_path, failed("outputs", 2), starts=(1, 1), kept_by_task="self.calls", probed=True)

@@ -130,7 +130,7 @@ def test_what_the_loss_of_some_rows_showed_is_told_of_other_micro_batches(
 
 
 def test_a_metric_and_totals_that_are_no_sums_over_rows_are_named(tmp_path: Path) -> None:
-    said = {"metric/hits sum": "of 4 rows is 0.5, …", "total/norm": "of 4 rows is 2, …"}
+    said = {"metric/hits sum": ["statistic", "of 4 rows is 0.5, …"], "total/norm": ["statistic", "of 4 rows is 2, …"]}
     found = pair(tmp_path, None)
     found[1].facts.probed, found[1].facts.unsummed = True, said
     found[0].facts.steps[0].parts = [Part(n, 0, 2, {"next": 9.0}, {"next": 2.0}, {"next": 1.0}) for n in range(4)]

@@ -162,14 +162,17 @@ class Passes:
             return
         batch, context = self._prepare_micro_batch(micro, self._context)
 
-        def double(value: Any) -> Any:
-            by_row = isinstance(value, Tensor) and value.ndim and len(value) == micro.size
-            return torch.cat([value, value]) if by_row else value
+        def sums(rows: Sequence[int]) -> Mapping[str, Any]:
+            def take(value: Any) -> Any:
+                by_row = isinstance(value, Tensor) and value.ndim and len(value) == micro.size
+                return value[list(rows)] if by_row else value
 
-        carry = None if context.carry is None else map_leaves(double, context.carry)
-        twice = map_leaves(double, outputs), map_leaves(double, batch), replace(context, carry=carry)
+            carry = None if context.carry is None else map_leaves(take, context.carry)
+            given = map_leaves(take, outputs), map_leaves(take, batch), replace(context, carry=carry)
+            return self._task.loss(*given).sums
+
         with precision.autocast(self._precision, self._parts.device):
-            rules.check_sum(self._task, loss, twice)
+            rules.check_sum(self._task, loss.sums, sums, micro.size)
 
     # passes outside of steps --------------------------------------------------------------------------------------
 
@@ -192,14 +195,16 @@ class Passes:
             return self._task.loss(outputs, batch, context)
 
     def report(self, micro: MicroBatch, context: Context) -> dict[str, Tensor | float]:
-        """Sums and counts of the metrics, and the totals, of a micro-batch alone; none of a loss across samples."""
+        """Sums and counts of metrics, sums of the loss, and totals, of a micro-batch; none of a loss across samples."""
         if self.cross_sample is not None:
             return {}
         outputs, batch, context = self._compute_outputs(micro, context)
         with precision.autocast(self._precision, self._parts.device):
-            totals = self._features.compute_totals(outputs, batch, context)
-            metrics = self._task.loss(outputs, batch, replace(context, totals=totals)).metrics
-        numbers = {f"metric/{name} {part}": pair[i] for name, pair in metrics.items() for i, part in enumerate(_PAIR)}
+            totals = self._features.compute_totals(outputs, batch, context) if context.training else {}
+            loss = self._task.loss(outputs, batch, replace(context, totals=totals) if context.training else context)
+        pairs = loss.metrics.items()
+        numbers = {f"metric/{name} {part}": pair[i] for name, pair in pairs for i, part in enumerate(_PAIR)}
+        numbers |= {f"loss/{name} sum": value for name, value in loss.sums.items()}
         return {**{f"total/{name}": value for name, value in totals.items()}, **numbers}
 
     def has_drawn(self, micro: MicroBatch) -> bool:

@@ -26,9 +26,14 @@ from unisono.task import Context, Loss
 
 
 class TorchModelView:
-    """The model of one process."""
+    """The model of one process.
+
+    Attributes:
+        step: of the context that its passes are given.
+    """
 
     draws_backward = False
+    step = 0
 
     def __init__(self, parts: EngineParts, state: TrainState, passes: Passes) -> None:
         self._job, self._random_state, self._state, self._passes = parts.job, parts.random_state, state, passes
@@ -108,7 +113,7 @@ class TorchModelView:
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training; see `ModelView`."""
-        found = self._passes.outputs(micro, Context(0, training=True, scalars=scalars))
+        found = self._passes.outputs(micro, Context(self.step, training=True, scalars=scalars))
         return tree_map(
             lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf,
             found,
@@ -118,19 +123,21 @@ class TorchModelView:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
         if not self._job.features.has_local_loss:
             return {}
-        loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
+        loss = self._passes.loss(micro, Context(self.step, training=True, scalars=scalars))
         return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
     def carry(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Array]:
         """The state that the task's loss returns for the rows of a micro-batch; see `ModelView`."""
         if not self._job.features.has_local_loss or self._job.features.recurrent is None:
             return {}
-        left = self._passes.loss(micro, Context(0, training=True, scalars=scalars)).carry or {}
+        left = self._passes.loss(micro, Context(self.step, training=True, scalars=scalars)).carry or {}
         return {name: rows.detach().cpu().numpy() for name, rows in left.items()}
 
-    def report(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Sums and counts of the metrics (`metric/NAME sum`), and totals (`total/NAME`), of a micro-batch alone."""
-        numbers = self._passes.report(micro, Context(0, training=True, scalars=scalars))
+    def report(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> dict[str, float]:
+        """What a micro-batch alone adds: to metrics (`metric/NAME sum`), the loss (`loss/NAME sum`), `total/NAME`."""
+        with restore_modes_on_exit(self.module), torch.set_grad_enabled(training):
+            self.module.train(training)
+            numbers = self._passes.report(micro, Context(self.step, training, scalars))
         found = {name: torch.as_tensor(value).detach() for name, value in numbers.items()}
         return {name: float(value) for name, value in found.items() if value.numel() == 1}
 
@@ -139,7 +146,7 @@ class TorchModelView:
         by_batch = self._job.features.has_local_loss
         with restore_modes_on_exit(self.module), torch.set_grad_enabled(training):
             self.module.train(training)
-            (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
+            (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(self.step, training, scalars))
         return self._passes.has_drawn(micro)
 
     def random_digest(self) -> int:

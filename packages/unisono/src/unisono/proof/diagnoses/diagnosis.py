@@ -326,8 +326,11 @@ def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
 
 
 def _diagnose_buffers(pattern: Pattern) -> Diagnosis:
-    if pattern.step.buffers:
-        detail = f"parameters agree, and buffer {pattern.step.buffers[0]}"
+    if apart := pattern.step.buffers:
+        detail = f"parameters agree, and buffer {apart[0]}"
+        if all(any(said.startswith(f"'{name}'") for name in pattern.root.rowless_buffers) for said in apart):
+            detail += "; on one process a pass does not change it by its rows: look for ranks, draws, calls and clocks"
+            return build_diagnosis(FaultName.BUFFERS_BY_LAYOUT, detail)
         return build_diagnosis(FaultName.LOCAL_BUFFERS, detail)
     checked = [c.mark for c in pattern.compared if c.quantity == EQUAL_BUFFERS]  # of a script; a task's always are
     alike = "" if pattern.mine.facts.optimizer and checked != ["PASS"] else "is the same on all ranks and "

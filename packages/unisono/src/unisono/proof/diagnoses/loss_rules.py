@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unisono.proof.diagnoses import predictions
@@ -109,6 +110,7 @@ def _reduced_before(pattern: Pattern) -> str:
 
 _REFUSED = {
     FaultName.MEAN_OF_MEANS: "of the rows of other micro-batches it was refused as a mean",
+    FaultName.LOSS_BY_MICRO_BATCH: "of the rows of other micro-batches it was refused as no sum",
     FaultName.NOT_FINITE: "of the rows of other micro-batches it is not finite, as a deviation of one row",
 }
 
@@ -119,11 +121,12 @@ def explain_refusal(mine: Trace, tried: Trace) -> Diagnosis | None:
     A mean is refused of any rows: what is refused of some alone is a statistic of them, or clamped, or the like. So is
     a term that is finite of the same rows in other company.
     """
-    if mine.facts.called not in _REFUSED or not tried.facts.probed or tried.facts.fault:
+    by_other_names = mine.facts.called == FaultName.LOSS_BY_MICRO_BATCH and "given twice" not in mine.facts.fault
+    if by_other_names or mine.facts.called not in _REFUSED or not tried.facts.probed or tried.facts.fault:
         return None
     kinds = {kind: name for name, kind in tried.facts.additivity.items() if kind not in ("mean", "averaged")}
     refused = _REFUSED[FaultName(mine.facts.called)]
-    of_mean = mine.facts.called == FaultName.MEAN_OF_MEANS
+    of_mean = mine.facts.called != FaultName.NOT_FINITE
     for kind, (fault, said) in _KINDS.items():
         if kind in kinds and (of_mean or f"term '{kinds[kind]}'" in mine.facts.fault):
             return build_diagnosis(fault, f"'{kinds[kind]}' {said}; {refused}")
@@ -207,8 +210,8 @@ _KINDS = {
     ),
     "places": (
         FaultName.LOSS_BY_MICRO_BATCH,
-        "of the same rows in another order is another: rows count by their places in a micro-batch, by weights, or by "
-        "noise from a key or seed that is always the same",
+        "of the same rows in another order is another: rows count by their places in a micro-batch, by the rows next "
+        "to them, by weights, or by noise from a key or seed that is always the same",
     ),
     "number": (
         FaultName.LOSS_BY_MICRO_BATCH,
@@ -326,8 +329,8 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
                 else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
             )
         return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
-    if not pattern.parts and (why := find_unsummed(pattern, "total")):
-        return replace(build_diagnosis(FaultName.STATISTIC_OF_PARTS, why), remedy="return sums over rows from totals()")
+    if not pattern.parts and (unsummed := find_unsummed(pattern.root.unsummed, "total")):
+        return replace(unsummed, remedy="return sums over rows from totals()")
     # A set of rows may have been given what another had left, where the task keeps something.
     if not pattern.root.kept_by_task and (kind := _diagnose_kind(pattern, "places", "number", "largest")):
         return kind
@@ -393,11 +396,23 @@ def _diagnose_report(pattern: Pattern) -> Diagnosis:
     )
 
 
-def find_unsummed(pattern: Pattern, kind: str, name: str = "") -> str:
-    """In words, how a metric, or any of the totals, is no sum over rows; empty where it is, or nobody looked."""
-    found = []
-    for number, said in pattern.root.unsummed.items():
-        label, _, part = number.partition("/")[2].partition(" ")
+def find_unsummed(unsummed: Mapping[str, Sequence[str]], kind: str, name: str = "") -> Diagnosis | None:
+    """What a metric, a term, or any of the totals, is that is no sum over rows; None if it is one, or nobody looked."""
+    found: dict[str, list[str]] = {}
+    for number, (how, said) in unsummed.items():
+        rest = number.partition("/")[2]
+        part = next((one for one in ("sum", "count") if rest.endswith(f" {one}")), "")
+        label = rest.removesuffix(f" {part}")
         if number.startswith(f"{kind}/") and name in ("", label):
-            found.append(f"{f'the {part}' if part else 'totals()'} of '{label}' {said}")
-    return "; ".join(found)
+            found.setdefault(how, []).append(f"{f'the {part}' if part else 'totals()'} of '{label}' {said}")
+    for how, fault in _UNSUMMED.items():
+        if how in found:
+            return build_diagnosis(fault, "; ".join(found[how]))
+    return None
+
+
+_UNSUMMED = {
+    "statistic": FaultName.STATISTIC_OF_PARTS,
+    "constant": FaultName.TERM_PER_MICRO_BATCH,
+    "places": FaultName.LOSS_BY_MICRO_BATCH,
+}

@@ -11,27 +11,61 @@ from unisono.proof.diagnoses.pattern import Pattern
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.runtime.fault_names import FaultName
 
+_SUMS_AND_COUNTS = "return its sum and its count over rows; what is neither, compute once from all rows (predictions)"
+
 
 def diagnose_metrics(pattern: Pattern) -> Diagnosis:
     """Of metrics, where everything before them agrees."""
     ours, theirs = pattern.step.metrics, pattern.reference_step.metrics
     if any(values != ours[0] for values in ours):
         return build_diagnosis(FaultName.METRIC_NOT_SUMMED, "ranks report different values of it")
-    if ours and theirs:
-        observed = {
-            f"metric/{name}": value
-            for name, value in ours[0].items()
-            if not predictions.is_equal(value, theirs[0].get(name, math.inf), pattern.rounding)
+    if ours and theirs and (words := _find_reduction(pattern)):
+        return build_diagnosis(FaultName.METRIC_NOT_SUMMED, f"'{pattern.worst.name}' is {words}")
+    if not pattern.parts and (unsummed := find_unsummed(pattern.root.unsummed, "metric", pattern.worst.name)):
+        if unsummed.is_neutral:
+            unsummed = build_diagnosis(FaultName.METRIC_BY_LAYOUT, unsummed.because)
+        return replace(unsummed, remedy=_SUMS_AND_COUNTS)
+    detail = f"loss, gradients and weights agree, and no sum of a rank explains '{pattern.worst.name}'"
+    if ranks := _find_other_ranks(pattern):
+        detail += f"; of the same rows, it has other sums or counts on ranks {ranks} than on one process"
+    return build_diagnosis(FaultName.METRIC_BY_LAYOUT, detail)
+
+
+def _find_reduction(pattern: Pattern) -> str:
+    """In words, the wrong way of reducing that reproduces what differs, in this step and in the later ones.
+
+    Counts are small numbers, which another way may come to by chance in one step.
+    """
+    theirs = pattern.reference_step.metrics[0]
+    names = [
+        name
+        for name, value in pattern.step.metrics[0].items()
+        if not predictions.is_equal(value, theirs.get(name, math.inf), pattern.rounding)
+    ]
+    failed = (c.worst.step for c in pattern.compared if c.mark == "FAIL" and c.quantity != "metrics")
+    last = min(filter(None, failed), default=len(pattern.mine.facts.steps))  # what differs later has other sums
+    words: list[str] | None = None
+    for number in range(pattern.worst.step, last + 1):
+        one = replace(pattern, first=replace(pattern.first, worst=replace(pattern.worst, step=number)))
+        if one.parts and one.step.metrics:
+            observed = {f"metric/{name}": one.step.metrics[0].get(name, math.nan) for name in names}
+            ways = [*predictions.of_some(one.parts), *predictions.means(one.parts)]
+            right = (way for way in ways if predictions.find_reduction(one.parts, observed, [way], pattern.rounding))
+            found = [way.words for way in right]
+            words = found if words is None else [one for one in words if one in found]
+    return words[0] if words else ""
+
+
+def _find_other_ranks(pattern: Pattern) -> list[int]:
+    """The ranks on which the metric has other sums or counts, of the same rows, than on one process."""
+    name = f"metric/{pattern.worst.name}"
+    return sorted(
+        {
+            mine.rank
+            for mine, true in zip(pattern.step.parts, pattern.parts, strict=False)
+            for a, b in ((mine.sums, true.sums), (mine.counts, true.counts))
+            if not predictions.is_equal(a.get(name, math.nan), b.get(name, math.nan), pattern.rounding)
         }
-        ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
-        if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
-            return build_diagnosis(FaultName.METRIC_NOT_SUMMED, f"'{pattern.worst.name}' is {found.words}")
-    if not pattern.parts and (why := find_unsummed(pattern, "metric", pattern.worst.name)):
-        remedy = "return its sum and its count over rows; what is neither, compute once from all rows (predictions)"
-        return replace(build_diagnosis(FaultName.STATISTIC_OF_PARTS, why), remedy=remedy)
-    return build_diagnosis(
-        FaultName.METRIC_BY_LAYOUT,
-        f"loss, gradients and weights agree, and no sum of a rank explains '{pattern.worst.name}'",
     )
 
 
@@ -59,5 +93,22 @@ def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, detail)
     if why := pattern.root.evaluation_draws:
         return build_diagnosis(FaultName.RANDOM_EVALUATION, why)
+    if unsummed := _find_unsummed_evaluated(pattern):
+        return unsummed
     rows = ", and so do the held-out samples of every rank" if theirs else "; which rows were evaluated is not known"
     return build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, f"the training agrees{rows}")
+
+
+def _find_unsummed_evaluated(pattern: Pattern) -> Diagnosis | None:
+    """What an evaluated number is that is no sum over rows, where other held-out rows are together."""
+    if pattern.mine.facts.held_out.keys() == pattern.reference.facts.held_out.keys():
+        return None
+    name, numbers = pattern.worst.name.removeprefix("ema/"), pattern.root.unsummed_evaluated
+    of_loss = name == "loss" or name.startswith("loss/")
+    found = find_unsummed(numbers, *(("loss", name.removeprefix("loss").lstrip("/")) if of_loss else ("metric", name)))
+    if found is None:
+        return None
+    if found.is_neutral:
+        found = build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, found.because)
+    because = f"in the evaluation {found.because}, and other held-out rows are together"
+    return replace(found, because=because, remedy=_SUMS_AND_COUNTS)

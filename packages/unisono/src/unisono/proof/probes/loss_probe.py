@@ -45,17 +45,19 @@ def probe_loss(facts: RunFacts, trial: Trial) -> None:
                 facts.unstable_loss = f"{said}; {describe_state(task, repeat, None)}"
                 return
         facts.overwritten = overwritten
-        if not once or micro.size < 3:
+        if not once or micro.size < 3 or not trial.can_take:
             return
         rows = tuple(range(min(micro.size, _ROWS)))
         found = {
             subset: _of_rows(trial, subset) for size in range(1, len(rows) + 1) for subset in combinations(rows, size)
         }
-        turned, _ = _of_rows(trial, rows[::-1])
+        # Neighbours in a row, and halves, are the same from either end.
+        others = [_of_rows(trial, order)[0] for order in (rows[::-1], (rows[1], rows[0], *rows[2:]))]
         kinds = {}
         for name in once:
             sums, counts = ({subset: values[i][name] for subset, values in found.items()} for i in (0, 1))
-            at_places = is_equal(turned[name], sums[rows], floor)  # else it draws, or depends on the places of rows
+            # Else it draws, or depends on the places of rows.
+            at_places = all(is_equal(turned[name], sums[rows], floor) for turned in others)
             kinds[name] = _kind(sums, counts, floor) if at_places else "places"
         facts.carry_by_neighbours = _find_carried_beside(trial, rows)
         facts.additivity = {name: kind for name, kind in kinds.items() if kind}
@@ -65,8 +67,8 @@ def probe_loss(facts: RunFacts, trial: Trial) -> None:
 
 def _kind(sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], float], floor: float) -> str:
     """Of a term of which sets of rows have these sums and counts; see `RunFacts.additivity`."""
-    if is_additive(sums, floor) and is_additive(counts, floor):
-        return ""
+    if is_additive(sums, floor):
+        return ""  # where counts do not add up, they are what is wrong, and are compared by themselves
     if is_additive(counts, floor) and find_constant(sums, floor) is not None:
         return "constant"
     if not all(counts.values()):

@@ -35,7 +35,7 @@ def probe_model(facts: RunFacts, trial: Trial) -> None:
         trial: of the model.
     """
     with trial.undone():
-        facts.carried = _find_carried(trial)
+        facts.carried = find_carried(trial)
         fixed = trial.with_same_buffers() if facts.carried else trial
         facts.reseeded = _is_reseeded(fixed)
     _try_passes(facts, fixed)
@@ -156,12 +156,12 @@ def _is_reseeded(trial: Trial) -> bool:
     found = []
     for number in (trial.micro.number, trial.micro.number + 1):
         given = replace(trial.copy(), number=number)
-        found.append((_make_pass(trial, given), trial.view.random_digest()))
+        found.append((make_pass(trial, given), trial.view.random_digest()))
     (made, state), (others, other_state) = found
-    return state != 0 and state == other_state and not _find_other(made, others, trial.floor)
+    return state != 0 and state == other_state and not find_other(made, others, trial.floor)
 
 
-def _find_carried(trial: Trial) -> list[str]:
+def find_carried(trial: Trial) -> list[str]:
     """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same.
 
     The next one may be of the same rows, or of copies of one: a largest value so far moves by other rows alone.
@@ -194,6 +194,28 @@ def _find_carried(trial: Trial) -> list[str]:
     repeats = again <= trial.floor and (moved > trial.floor or not again)
     shared = [name for name in changed if name not in view.local_buffers]  # those of batch norm are not read
     return (shared or changed) if repeats else []
+
+
+def find_rowless_buffers(trial: Trial) -> list[str]:
+    """The buffers that a pass changes, but not by its rows: other rows leave the same, or the same rows another."""
+    view, micro = trial.view, trial.micro
+
+    def left(arrays: Mapping[str, Any] | None = None) -> dict[str, Array]:
+        with view.without_side_effects():
+            _ = trial.sums(trial.copy(arrays)) or trial.outputs(trial.copy(arrays))
+            return {name: buffer.copy() for name, buffer in view.whole("buffers").items()}
+
+    before, once = {name: buffer.copy() for name, buffer in view.whole("buffers").items()}, left()
+    changed = [name for name in once if not np.array_equal(before[name], once[name])]
+    if not changed or micro.size < 2:
+        return []
+    again, others = left(), [left(copy_row(micro, row)) for row in range(2)]
+    return [
+        name
+        for name in changed
+        if not np.array_equal(once[name], again[name])
+        or all(np.array_equal(once[name], other[name]) for other in others)
+    ]
 
 
 def copy_row(micro: MicroBatch, row: int) -> dict[str, Any]:
@@ -246,7 +268,7 @@ def find_remembered_by_evaluation(trial: Trial, held: MicroBatch) -> str:
 
     def train() -> _Pass:
         with view.without_side_effects():
-            return _make_pass(trial, trial.copy())
+            return make_pass(trial, trial.copy())
 
     def evaluate() -> None:
         with view.without_side_effects():
@@ -257,8 +279,8 @@ def find_remembered_by_evaluation(trial: Trial, held: MicroBatch) -> str:
         before = digest_kept(task, trial.model)
         evaluate()
         after, again = digest_kept(task, trial.model), train()
-        changed = _find_other(once, again, trial.floor)
-        if not changed or _find_other(once, repeated, trial.floor):  # then it is no matter of the evaluation
+        changed = find_other(once, again, trial.floor)
+        if not changed or find_other(once, repeated, trial.floor):  # then it is no matter of the evaluation
             return ""
         kept = [name for name in after if after[name] != before.get(name)]
         why = f"it changes {join_names(kept)}" if kept else describe_state(task, evaluate, {})
@@ -268,11 +290,12 @@ def find_remembered_by_evaluation(trial: Trial, held: MicroBatch) -> str:
 _Pass = tuple[dict[str, Sketch], dict[str, float]]  # sketches of the outputs, and sums of the loss
 
 
-def _make_pass(trial: Trial, micro: MicroBatch) -> _Pass:
+def make_pass(trial: Trial, micro: MicroBatch) -> _Pass:
+    """Sketches of the outputs, and the sums of the loss."""
     return build_sketches(trial.outputs(micro)), trial.sums(micro)
 
 
-def _find_other(once: _Pass, again: _Pass, floor: float) -> str:
+def find_other(once: _Pass, again: _Pass, floor: float) -> str:
     """The first output, or the first sum of the loss, that is another the second time; empty for none."""
     size, name = sketch_distance(once[0], again[0])
     if size > floor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.order.plan import SampleIndices
-from unisono.proof.probes.state import describe_state
+from unisono.proof.probes.state import describe_state, digest_attributes
 from unisono.runtime.text import join_names
 from unisono.task import SampleContext, Source, Task, run_setup
 
@@ -103,12 +103,33 @@ def _find_overwritten(task: Task, builder: BatchBuilder, indices: SampleIndices)
 
 
 def _collate_twice(task: Task, samples: Sequence[Any]) -> str:
+    shortest = min(samples, key=lambda sample: sum(np.size(value) for value in _values(sample)))
+    attributes, alone = digest_attributes(task), _digest_alone(task, shortest)
     first, second = task.collate(list(samples)), task.collate(list(samples))
     different = [name for name in first if checksum(first[name]) != checksum(second.get(name))]
-    if not different:
-        return _find_reused(task, samples)
-    why = describe_state(task, lambda: task.collate(list(samples)), list(samples), seeded=())
-    return f"collate() of the same samples gave another '{different[0]}' the second time; {why}"
+    if different:
+        why = describe_state(task, lambda: task.collate(list(samples)), list(samples), seeded=())
+        return f"collate() of the same samples gave another '{different[0]}' the second time; {why}"
+    if why := _find_reused(task, samples):
+        return why
+    again = _digest_alone(task, shortest)
+    if different := [name for name in alone if again.get(name, alone[name]) != alone[name]]:
+        kept = [f"self.{n}" for n, digest in digest_attributes(task).items() if digest != attributes.get(n)]
+        why = f"it changes {join_names(kept)}" if kept else "what it keeps is not known"
+        return f"collate() of a sample alone gives another '{different[0]}' after it was given others; {why}"
+    return ""
+
+
+def _digest_alone(task: Task, sample: Any) -> dict[str, int]:
+    """Digests of the arrays that one sample is collated to, by name; empty where it needs several."""
+    try:
+        return {name: checksum(value) for name, value in task.collate([sample]).items()}
+    except Exception:
+        return {}
+
+
+def _values(sample: Any) -> Iterable[Any]:
+    return sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else [sample]
 
 
 def _find_reused(task: Task, samples: Sequence[Any]) -> str:

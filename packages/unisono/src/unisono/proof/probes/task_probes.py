@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.order.plan import Plan, SampleIndices
 from unisono.evaluation.held_out import HeldOut
 from unisono.proof.probes.loss_probe import probe_loss
-from unisono.proof.probes.model_probe import find_remembered_by_evaluation, find_switched, probe_evaluation
+from unisono.proof.probes.model_probe import (
+    find_remembered_by_evaluation,
+    find_rowless_buffers,
+    find_switched,
+    probe_evaluation,
+)
 from unisono.proof.probes.neighbour_probe import probe_neighbours
-from unisono.proof.probes.report_probe import probe_reports
+from unisono.proof.probes.report_probe import find_unsummed
 from unisono.proof.probes.row_probe import probe_documents
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.trial import Trial
@@ -44,16 +50,27 @@ def probe_task(
         held_out: to evaluate on, if there are any.
         mask: leave samples out that cannot be made.
     """
-    task, packed = trial.task, plan.capacity is not None
+    task, packed, changing = trial.task, plan.capacity is not None, trial
+    if facts.carried:
+        trial = trial.with_same_buffers()
+    some = trial  # of which some rows are taken
 
     def indices() -> SampleIndices:
         return plan.samples(0, range(trial.micro.size))
+
+    def build_samples() -> Sequence[Any]:
+        return BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices())[1]
 
     def samples() -> None:
         try:
             facts.unstable_samples = probe_samples(fresh, source, plan.seed, indices(), mask, packed)
         except UnisonoError:  # it needs what data() has left in it
             facts.unstable_samples = probe_samples(task, source, plan.seed, indices(), mask, packed)
+
+    def cutting() -> None:
+        nonlocal some
+        if not packed:
+            some = trial.with_samples(build_samples())
 
     def evaluation() -> None:
         if held_out is not None and not task.draws_in_evaluation:
@@ -62,21 +79,26 @@ def probe_task(
             facts.evaluation_remembered = find_remembered_by_evaluation(trial, held)
             facts.evaluation_draws = probe_evaluation(trial, held)
             facts.evaluation_switched = find_switched(trial, held)
+            if not facts.evaluation_draws:
+                facts.unsummed_evaluated = find_unsummed(replace(trial, micro=held), training=False)
+
+    def buffers() -> None:
+        with changing.undone():
+            facts.rowless_buffers = find_rowless_buffers(changing)
 
     def loss() -> None:
-        probe_loss(facts, trial)
+        probe_loss(facts, some)
 
     def reports() -> None:
         if not packed:
-            probe_reports(facts, trial)
+            facts.unsummed = find_unsummed(some)
 
     def neighbours() -> None:
         with trial.view.without_side_effects():  # a pass may mark in a buffer that this step was made
             draws = trial.view.draws(trial.micro, trial.scalars)
         if packed or facts.unstable_loss or facts.unstable_samples or draws:
             return
-        made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices())[1]
-        probe_neighbours(facts, trial, made)
+        probe_neighbours(facts, trial, build_samples())
 
     def documents() -> None:
         if plan.capacity is not None:
@@ -84,18 +106,21 @@ def probe_task(
             probe_documents(facts, trial, plan.capacity, made.pieces(indices())[1])
 
     facts.probed = True
-    _try(samples)
+    try_probe(samples)
     if not facts.unrepeatable:
-        _try(evaluation)
-        _try(documents)
+        try_probe(evaluation)
+        try_probe(documents)
+        try_probe(buffers)
         if not facts.neighbours:
-            _try(loss)
-            _try(reports)
-            _try(neighbours)
+            try_probe(cutting)
+            try_probe(loss)
+            try_probe(reports)
+            try_probe(neighbours)
 
 
-def _try(probe: Callable[[], Any]) -> None:
+def try_probe(probe: Callable[[], Any], of_what: str = "") -> None:
+    """Try something of a task; code of the user that raises is left untried."""
     try:
         probe()
     except Exception as error:
-        log.debug("%s could not be tried by themselves: %s", probe.__name__, error)
+        log.debug("%s could not be tried by themselves: %s", of_what or probe.__name__, error)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import ModelView
@@ -25,6 +26,7 @@ class Trial:
         micro: the first micro-batch of the run.
         scalars: of the first step.
         floor: relative difference that is rounding.
+        samples: of its rows, where these cannot be cut out of its arrays, as of a stream; else None.
     """
 
     view: ModelView
@@ -32,6 +34,7 @@ class Trial:
     micro: MicroBatch
     scalars: Mapping[str, float]
     floor: float
+    samples: Sequence[Any] | None = None
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -45,8 +48,25 @@ class Trial:
 
     def take(self, rows: Sequence[int]) -> MicroBatch:
         """Some of its rows."""
-        arrays = take_rows(self.micro.arrays, self.micro.size, rows)
+        if self.samples is None:
+            arrays = take_rows(self.micro.arrays, self.micro.size, rows)
+        else:
+            arrays = self.task.collate(copy.deepcopy([self.samples[row] for row in rows]))
         return replace(self.micro, arrays=arrays, rows=self.micro.rows[list(rows)])
+
+    def with_samples(self, samples: Sequence[Any]) -> Trial:
+        """The same that collates some rows anew, if its arrays cannot be cut by row, and these samples make them."""
+        arrays = self.micro.arrays
+        if self.can_take or len(samples) != self.micro.size:
+            return self
+        again = self.task.collate(copy.deepcopy(list(samples)))
+        same = again.keys() == arrays.keys() and all(checksum(again[name]) == checksum(arrays[name]) for name in again)
+        return replace(self, samples=samples) if same else self
+
+    @property
+    def can_take(self) -> bool:
+        """Whether some of its rows can be had by themselves."""
+        return self.samples is not None or all(is_per_row(a, self.micro.size) for a in self.micro.arrays.values())
 
     def outputs(self, micro: MicroBatch) -> dict[str, Array]:
         """Of a pass in training mode, by name."""

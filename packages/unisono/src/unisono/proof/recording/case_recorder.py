@@ -30,6 +30,7 @@ from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
 from unisono.proof.probes.build_probe import find_overlapping, probe_build
 from unisono.proof.probes.evaluation_probe import find_kept_number, read_numbers
+from unisono.proof.probes.late_probe import probe_late
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
@@ -218,8 +219,7 @@ class _CaseRun:
                 probe_build(facts, view, self.task, self.config.run.seed)
             if on_cpu:
                 self.engine.observe(PassProbe(view, self.task, facts))
-            fixed = trial.with_same_buffers() if facts.carried else trial
-            task_probes.probe_task(facts, fixed, self.fresh, self.source, self.plan, self.held_out, self.mask)
+            task_probes.probe_task(facts, trial, self.fresh, self.source, self.plan, self.held_out, self.mask)
 
     def close(self) -> None:
         """Release both."""
@@ -290,8 +290,10 @@ class _CaseRun:
             self._evaluate(self.held_out, facts)
         if case.repeats_update:
             self._update_as_reference()
-        elif 1 in case.saves and facts.probed and self.config.layout.engine == "torch":
-            self._probe_update(facts)
+        elif facts.probed and self.config.layout.engine == "torch":
+            self._probe_last_step(micro_batches[0], facts)
+            if 1 in case.saves:
+                self._probe_update(facts)
 
     def _check_room(self) -> None:
         """Refuse a model whose traces the disk has no room for, on all ranks, before the first is written."""
@@ -381,6 +383,20 @@ class _CaseRun:
             view = self.engine.view
             view.update_from(gradients, 1, self.scalars(1))
             self.recorder.write("update", 1, view.whole("parameters") | view.whole("optimizer state"))
+
+    def _probe_last_step(self, micro: MicroBatch, facts: RunFacts) -> None:
+        """Try the model in the last step, where states of rows do not stand in the way."""
+        from unisono.engines.torch.view import TorchModelView
+
+        view, step = self.engine.view, self.plan.steps - 1
+        if self.plan.capacity is not None or resolve_features(self.task).recurrent is not None or not step:
+            return
+        assert isinstance(view, TorchModelView)
+        view.step = step
+        trial = Trial(view, self.task, micro, self.scalars(step), 1e-9)
+        with restore_state(self.task, view.module):
+            task_probes.try_probe(lambda: probe_late(facts, trial, step + 1), "the last step")
+        view.step = 0
 
     def _probe_update(self, facts: RunFacts) -> None:
         """Make the second update again, to see what decides it beside gradients and state."""

@@ -136,6 +136,7 @@ class RunFacts:
     # A forward pass that was tried by itself.
     reseeded: bool = False  # whether something in it seeds the generator that was seeded for it, so keys say nothing
     late_buffers: list[str] = field(default_factory=list)  # that passes change once an update was made
+    rowless_buffers: list[str] = field(default_factory=list)  # that it changes otherwise than by its rows
     carried: list[str] = field(default_factory=list)  # buffers that it reads and changes: the next begins with these
     neighbours: bool = False  # whether what is computed for a row depends on the rows beside it in its micro-batch
     beside: str = ""  # on which of them, where it is not all of them
@@ -163,8 +164,10 @@ class RunFacts:
     # such as the longest, `number` for one that is a sum times a number that depends on how many rows there are,
     # `statistic` for anything else.
     additivity: dict[str, str] = field(default_factory=dict)
-    # Metrics (`metric/NAME sum`, `metric/NAME count`) and totals (`total/NAME`) that are no sums over rows, and how.
-    unsummed: dict[str, str] = field(default_factory=dict)
+    # Metrics (`metric/NAME sum`, `metric/NAME count`), totals (`total/NAME`) and terms of the loss (`loss/NAME sum`)
+    # that are no sums over rows: `constant`, `places` or `statistic`, as above, and how; and those of an evaluation.
+    unsummed: dict[str, list[str]] = field(default_factory=dict)
+    unsummed_evaluated: dict[str, list[str]] = field(default_factory=dict)
     by_number: str = ""  # an output that is another for the same rows where more are in the batch, if the loss is, too
     carry_by_neighbours: str = ""  # how the state that a row leaves for the next step depends on the rows beside it
 

@@ -1,0 +1,88 @@
+"""What begins in a later step, as after a warm-up: a memory, a statistic of the batch, a term that belongs to no row.
+
+The other probes see the first step. Once all is recorded, the last step's passes are tried as well; a few of them show
+whether there is anything to look for.
+"""
+
+from __future__ import annotations
+
+from unisono.data.loading.checksum import checksum
+from unisono.proof.diagnoses.predictions import is_equal
+from unisono.proof.probes.loss_probe import probe_loss
+from unisono.proof.probes.model_probe import copy_row, find_carried, find_other, make_pass, probe_model
+from unisono.proof.probes.state import digest_kept
+from unisono.proof.probes.trial import Trial
+from unisono.proof.recording.trace import RunFacts
+from unisono.runtime.text import join_names
+
+_ROWS = 4  # that are tried alone
+_OF_ROWS = ("neighbours", "beside", "normalised", "dependent", "mixed")
+
+
+def probe_late(facts: RunFacts, trial: Trial, step: int) -> None:
+    """Look in a later step for what the first one has not shown.
+
+    Args:
+        facts: of the first step; what is found is added.
+        trial: of a micro-batch of the later step, whose passes are given that step.
+        step: its number, from 1.
+    """
+    _forget_unread(facts, trial)
+    if facts.carried or facts.neighbours or facts.additivity or facts.unstable_loss or facts.unrepeatable:
+        return
+    with trial.undone():
+        facts.carried = find_carried(trial)
+    fixed = trial.with_same_buffers() if facts.carried else trial
+    if not _is_sum_of_rows(fixed):
+        found = RunFacts()
+        probe_model(found, fixed)
+        if found.unrepeatable:
+            return
+        for name in _OF_ROWS:
+            setattr(facts, name, getattr(found, name))
+        if facts.dependent:
+            facts.dependent = f"in step {step}, and not in step 1, {facts.dependent}"
+        if not found.neighbours:
+            probe_loss(found, fixed)
+            facts.additivity, facts.by_number = found.additivity, found.by_number
+
+
+def _forget_unread(facts: RunFacts, trial: Trial) -> None:
+    """Forget what passes change and none reads: a counter that is only reported is no reason of anything."""
+    view, task = trial.view, trial.task
+
+    def digest() -> tuple[dict[str, int], dict[str, int]]:
+        buffers = {name: checksum(value) for name, value in view.whole("buffers").items()}
+        return digest_kept(task, trial.model, caches=False), buffers
+
+    if not (facts.kept_by_task or facts.late_buffers):
+        return
+    with trial.undone():
+        before, once = digest(), make_pass(trial, trial.copy())
+        trial.sums(trial.copy(copy_row(trial.micro, 0)))
+        now, again = digest(), make_pass(trial, trial.copy())
+    if find_other(once, again, trial.floor):
+        return
+    kept, buffers = ([name for name in new if new[name] != old.get(name)] for old, new in zip(before, now, strict=True))
+    if facts.kept_by_task == join_names(kept):
+        facts.kept_by_task = ""
+    facts.late_buffers = [name for name in facts.late_buffers if name not in buffers]
+
+
+def _is_sum_of_rows(trial: Trial) -> bool:
+    """Whether the loss of some rows is the sum of what each has alone, in any order; also where it does not repeat."""
+    rows = range(min(trial.micro.size, _ROWS))
+    if len(rows) < 3 or not trial.can_take:
+        return True
+    with trial.undone():
+        once = trial.sums(trial.take(rows))
+        each = [trial.sums(trial.take([row])) for row in rows]
+        turned, again = trial.sums(trial.take([1, 0, *rows[2:]])), trial.sums(trial.take(rows))
+    if any(not is_equal(value, again[name], trial.floor) for name, value in once.items()):
+        return True  # it draws, or remembers: a matter of other probes
+    for name, value in once.items():
+        alone = [sums[name] for sums in each]
+        limit = trial.floor * max(map(abs, [value, *alone]))
+        if abs(sum(alone) - value) > limit or abs(turned[name] - value) > limit:
+            return False
+    return True

@@ -1,0 +1,123 @@
+"""What begins in a later step is looked for in the last one; and what nothing reads is no reason of anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packages.unisono.tests.proof.test_probes import Counting, View, micro_batch
+from unisono.data.loading.micro_batch import MicroBatch
+from unisono.proof.probes.late_probe import probe_late
+from unisono.proof.probes.model_probe import find_rowless_buffers
+from unisono.proof.probes.trial import Trial
+from unisono.proof.recording.trace import RunFacts
+
+
+class Buffered(View):
+    """Whose passes change a buffer, as a function of what it is and of the rows, and may return it."""
+
+    def __init__(self, loss: Callable[[Any], float], change: Callable[[Any, Any], Any], reads: bool = False) -> None:
+        super().__init__(loss)
+        self.buffer, self._change, self._reads, self.local_buffers = np.zeros(2), change, reads, list[str]()
+
+    @contextmanager
+    def without_side_effects(self) -> Iterator[None]:
+        before = self.buffer.copy()
+        yield
+        self.buffer = before
+
+    def whole(self, kind: str) -> dict[str, Any]:
+        return {"b": self.buffer}
+
+    def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+        made = micro.arrays["x"] + (self.buffer.sum() if self._reads else 0)
+        self.buffer = self._change(self.buffer, micro.arrays["x"])
+        return {"out": made}
+
+    def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        return {"term": float(self._loss(self.outputs(micro, scalars)["out"]))}
+
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float]) -> bool:
+        return False
+
+
+def late(view: Any, facts: RunFacts | None = None) -> RunFacts:
+    facts = facts or RunFacts()
+    task: Any = Counting(len)
+    probe_late(facts, Trial(view, task, micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9), 3)
+    return facts
+
+
+def same(buffer: Any, x: Any) -> Any:
+    return buffer
+
+
+def count(buffer: Any, x: Any) -> Any:
+    return buffer + 1
+
+
+def mean(buffer: Any, x: Any) -> Any:
+    return 0.9 * buffer + 0.1 * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (np.sum, {}),
+        (lambda x: np.square(x).sum() + np.log(np.exp(x).sum()), {"term": "statistic"}),
+        (lambda x: x.sum() + 0.5, {"term": "constant"}),
+    ],
+)
+def test_a_term_that_begins_in_a_later_step_is_named_by_what_it_is_there(loss: Any, kind: Any) -> None:
+    assert late(Buffered(loss, same)).additivity == kind
+    known = RunFacts(additivity={"term": "mean"})
+    assert late(Buffered(loss, same), known).additivity == {"term": "mean"}
+
+
+def test_a_model_that_reads_a_row_beside_a_row_in_a_later_step_says_in_which() -> None:
+    class Centring(Buffered):
+        def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+            return {"out": micro.arrays["x"] - micro.arrays["x"].mean()}
+
+    found = late(Centring(lambda x: np.square(x).sum(), same))
+    assert found.neighbours and found.dependent.startswith("in step 3, and not in step 1, outputs() lets a row see")
+
+
+@pytest.mark.parametrize(("reads", "carried"), [(True, ["b"]), (False, [])])
+def test_a_buffer_that_passes_read_only_from_a_later_step_on_is_found_there(reads: bool, carried: list[str]) -> None:
+    """Then layouts are compared with the whole batch on one process, as for one that is read from the beginning."""
+    assert late(Buffered(np.sum, mean, reads)).carried == carried
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_counter_that_no_pass_reads_is_no_reason_of_what_differs(reads: bool) -> None:
+    facts = RunFacts(kept_by_task="self.calls", late_buffers=["b"])
+    task: Any = SimpleNamespace(calls=0, counts=Counting(len).counts)
+
+    class Calling(Buffered):
+        def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+            task.calls += 1
+            made = super().outputs(micro, scalars)
+            return {"out": made["out"] * (task.calls if reads else 1)}
+
+    probe_late(facts, Trial(Calling(np.sum, count), task, micro_batch(3.0, 1.0, 4.0), {}, 1e-9), 3)  # type: ignore[arg-type]
+    assert (facts.kept_by_task, facts.late_buffers) == (("self.calls", ["b"]) if reads else ("", []))
+
+
+@pytest.mark.parametrize(("change", "rowless"), [(same, []), (count, ["b"]), (mean, [])])
+def test_a_buffer_that_is_made_of_rows_is_told_from_a_counter(change: Any, rowless: list[str]) -> None:
+    view: Any = Buffered(np.sum, change)
+    task: Any = Counting(len)
+    assert find_rowless_buffers(Trial(view, task, micro_batch(3.0, 1.0, 4.0), {}, 1e-9)) == rowless
+
+
+def test_a_time_in_a_buffer_is_not_made_of_rows() -> None:
+    ticks = iter(range(100))
+    view: Any = Buffered(np.sum, lambda buffer, x: buffer + next(ticks) + x.mean())
+    task: Any = Counting(len)
+    assert find_rowless_buffers(Trial(view, task, micro_batch(3.0, 1.0, 4.0), {}, 1e-9)) == ["b"]
