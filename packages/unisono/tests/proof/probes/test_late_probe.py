@@ -88,10 +88,15 @@ def test_a_model_that_reads_a_row_beside_a_row_in_a_later_step_says_in_which() -
     assert found.neighbours and found.dependent.startswith("in step 3, and not in step 1, outputs() lets a row see")
 
 
-@pytest.mark.parametrize(("reads", "carried"), [(True, ["b"]), (False, [])])
-def test_a_buffer_that_passes_read_only_from_a_later_step_on_is_found_there(reads: bool, carried: list[str]) -> None:
-    """Then layouts are compared with the whole batch on one process, as for one that is read from the beginning."""
-    assert late(Buffered(np.sum, mean, reads)).carried == carried
+@pytest.mark.parametrize(("change", "reads", "carried"), [(mean, True, ["b"]), (mean, False, []), (count, True, [])])
+def test_a_memory_of_rows_that_is_read_only_from_a_later_step_on_is_found_there(
+    change: Any, reads: bool, carried: list[str]
+) -> None:
+    """Then layouts are compared with the whole batch on one process, as for one that is read from the beginning.
+
+    A counter of passes is another on every layout, and fails.
+    """
+    assert late(Buffered(np.sum, change, reads)).carried == carried
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -9,7 +9,14 @@ from __future__ import annotations
 from unisono.data.loading.checksum import checksum
 from unisono.proof.diagnoses.predictions import is_equal
 from unisono.proof.probes.loss_probe import probe_loss
-from unisono.proof.probes.model_probe import copy_row, find_carried, find_other, make_pass, probe_model
+from unisono.proof.probes.model_probe import (
+    copy_row,
+    find_carried,
+    find_other,
+    find_rowless_buffers,
+    make_pass,
+    probe_model,
+)
 from unisono.proof.probes.state import digest_kept
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
@@ -31,7 +38,9 @@ def probe_late(facts: RunFacts, trial: Trial, step: int) -> None:
     if facts.carried or facts.neighbours or facts.additivity or facts.unstable_loss or facts.unrepeatable:
         return
     with trial.undone():
-        facts.carried = find_carried(trial)
+        carried = find_carried(trial)
+        # A counter of passes, which layouts have otherwise, is no memory of rows.
+        facts.carried = carried if {*carried} - {*find_rowless_buffers(trial)} else []
     fixed = trial.with_same_buffers() if facts.carried else trial
     if not _is_sum_of_rows(fixed):
         found = RunFacts()

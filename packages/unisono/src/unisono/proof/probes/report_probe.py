@@ -44,6 +44,7 @@ def find_unsummed(trial: Trial, training: bool = True) -> dict[str, list[str]]:
         each = [numbers[name] for numbers in alone if name in numbers]
         if len(each) != len(rows):
             continue
+        found: tuple[str, str] | None
         if not is_equal(value, turned.get(name, math.nan), trial.floor):
             found = "places", f"of {len(rows)} rows is {value:.6g}, and in another order {turned[name]:.6g}"
         elif (found := _find_kind(value, fewer.get(name, math.nan), each, trial.floor)) is None:
