@@ -87,7 +87,8 @@ X = np.array([3.0, 1.0, 4.0, 1.5])
 )
 def test_a_term_that_does_not_double_is_named_by_what_a_few_rows_show(term: Any, named: str) -> None:
     """A clamped sum, a largest row and a deviation were all taken for a mean."""
-    assert rules.name_doubled(float(term(X)), lambda rows: float(term(X[rows])), len(X)) == named
-    assert rules.name_doubled(float(term(X[:2])), lambda rows: float(term(X[rows])), 2) == (
-        "The loss depends on the micro-batch"
-    )
+
+    def name(size: int) -> str:
+        return rules.name_doubled("t", float(term(X[:size])), lambda rows: {"t": term(X[list(rows)])}, size)
+
+    assert (name(4), name(2)) == (named, "The loss depends on the micro-batch")

@@ -125,7 +125,9 @@ STATISTICS = {"metric/mean sum": "statistic", "metric/mean count": "statistic"}
         ),
     ],
 )
-def test_metrics_and_totals_are_tried_for_being_sums_over_all_rows_of_the_batch(report: Any, found: list[str]) -> None:
+def test_metrics_and_totals_are_tried_for_being_sums_over_all_rows_of_the_batch(
+    report: Any, found: dict[str, str]
+) -> None:
     class Reporting(View):
         def report(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool) -> dict[str, float]:
             return {name: float(value) for name, value in report(micro.arrays["x"]).items()}

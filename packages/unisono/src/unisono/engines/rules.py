@@ -128,7 +128,7 @@ def check_sum(
         if not whole or name not in twice or not math.isclose(float(twice[name]), whole, rel_tol=0.01):
             continue
         try:
-            fault = name_doubled(whole, lambda rows, of=name: sums(rows)[of], size)
+            fault = name_doubled(name, whole, sums, size)
         except Exception as error:
             log.info("what '%s' is cannot be told from fewer rows: %s", name, describe_error(error))
             fault = FaultName.LOSS_BY_MICRO_BATCH
@@ -149,23 +149,23 @@ _DOUBLED = {
 }
 
 
-def name_doubled(whole: float, value: Callable[[list[int]], Any], size: int) -> FaultName:
+def name_doubled(name: str, whole: float, sums: Callable[[Sequence[int]], Mapping[str, Any]], size: int) -> FaultName:
     """What a term is that is the same of all rows and of all rows twice, by its values of the first three rows.
 
     The weights of a mean follow from two pairs of rows, and have to hold for all three.
 
     Args:
+        name: of the term.
         whole: of all rows.
-        value: of some of them.
+        sums: of the loss of some of them.
         size: how many there are.
     """
     if size < 3:
         return FaultName.LOSS_BY_MICRO_BATCH
-    alone = [float(value([row])) for row in range(3)]
+    first, *others = alone = [float(sums([row])[name]) for row in range(3)]
     if all(map(partial(math.isclose, whole, rel_tol=_TOLD), alone)):
         return FaultName.TERM_PER_MICRO_BATCH
-    first, *others = alone
-    pairs = [float(value([0, row])) for row in (1, 2)]
+    pairs = [float(sums([0, row])[name]) for row in (1, 2)]
     if all(math.isclose(one, first, rel_tol=_TOLD) for one in others):
         is_other = not all(math.isclose(pair, first, rel_tol=_TOLD) for pair in pairs)
         return FaultName.STATISTIC_OF_PARTS if is_other else FaultName.LOSS_BY_MICRO_BATCH
@@ -175,7 +175,7 @@ def name_doubled(whole: float, value: Callable[[list[int]], Any], size: int) -> 
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         return FaultName.LOSS_BY_MICRO_BATCH
     wanted = sum(weight * one for weight, one in zip(weights, alone, strict=True)) / sum(weights)
-    is_mean = math.isclose(float(value([0, 1, 2])), wanted, rel_tol=0.01)
+    is_mean = math.isclose(float(sums([0, 1, 2])[name]), wanted, rel_tol=0.01)
     return FaultName.MEAN_OF_MEANS if is_mean else FaultName.STATISTIC_OF_PARTS
 
 
