@@ -15,7 +15,7 @@ from unisono.launch.nodes.network import Interface
 
 HEALTHY = HostFacts(
     environment={"PATH": "/bin", "HOME": "/root", "LANG": "C.UTF-8"},
-    versions={"torch": "2.13.0"}, host="node7", resolves="10.0.0.7", cores=16, quota=0.0, memory_gib=100.0,
+    versions={"torch": "2.13.0"}, host="node7", resolves="10.0.0.7", cores=16, memory_gib=100.0,
     interfaces=(
         Interface("lo", ("127.0.0.1",), up=True), Interface("eth0", ("10.0.0.7",), up=True),
         Interface("ib0", (), up=False),
@@ -150,7 +150,6 @@ SICK: list[tuple[str, dict[str, Any], str]] = [
         "the name of this host, 'node7', resolves to 127.0.1.1",
     ),
     ("threads", {"environment": {"OMP_NUM_THREADS": "17"}}, "OMP_NUM_THREADS=17, but there are 16 cores"),
-    ("cpu quota", {"quota": 2.0}, "16 cores are shown, but the container may use 2.0"),
     ("memory", {"memory_gib": 0.5}, "only 0.5 GiB of memory are free"),
     ("shared memory", {"shared_gib": 0.0625}, "only 0.06 GiB are free in /dev/shm"),
     ("open files", {"files": 1024}, "a process may open only 1024 files"),
@@ -187,7 +186,6 @@ def test_every_condition_has_a_host_here():
         {"environment": {"https_proxy": "http://proxy", "NO_PROXY": "a.b, localhost"}},
         {"environment": {"SLURM_JOB_NUM_NODES": "1"}, "resolves": "127.0.0.1"},
         {"environment": {"SLURM_JOB_NUM_NODES": "4"}},
-        {"quota": 16.0},
         {"files": -1},
         {"infiniband": False, "locked_memory": 65536},
         {"devices": (), "driver_devices": 0, "device_memory": None},

@@ -6,7 +6,6 @@ The result is a JSON Lines file for `open_recordings(leave_out=…)`, with a lin
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 import unisono_audio as audio
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
@@ -71,7 +71,7 @@ def scan(
     Raises:
         DataError: if `out` belongs to other data.
     """
-    workers = workers or os.cpu_count() or 1
+    workers = workers or usable_cores()
     journal = out.with_name(out.name + ".progress")
     done, bad, cancelled = _load_progress(out, journal, source)
     missing = [part for part in chunks(len(source)) if part.start not in done]

@@ -43,7 +43,6 @@ class HostFacts:
         resolves: The address that its name resolves to; empty if none.
         interfaces: Network interfaces.
         cores: Cores that this process may use.
-        quota: CPU quota of the container in cores; 0 if unlimited.
         memory_gib: Available memory.
         shared_gib: Free in /dev/shm.
         files: Open files allowed per process.
@@ -70,7 +69,6 @@ class HostFacts:
     resolves: str | None = None
     interfaces: tuple[Interface, ...] = ()
     cores: int = 1
-    quota: float | None = None
     memory_gib: float | None = None
     shared_gib: float | None = None
     files: int | None = None
@@ -109,7 +107,6 @@ def gather_facts(directory: Path) -> HostFacts:
         resolves=_resolve_name(platform.node()),
         interfaces=tuple(network.interfaces()),
         cores=usable_cores(),
-        quota=_cpu_quota(),
         memory_gib=psutil.virtual_memory().available / GIB,
         shared_gib=shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else None,
         files=_resource_limit("RLIMIT_NOFILE"),
@@ -167,20 +164,6 @@ def _resolve_name(host: str) -> str:
         return str(socket.getaddrinfo(host, None)[0][4][0])
     except OSError:
         return ""
-
-
-def _cpu_quota() -> float | None:
-    """Return the CPU quota in cores, for cgroup version 2 or 1; 0 if there is no limit."""
-    if sys.platform != "linux":
-        return None
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return 0.0 if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup/cpu")
-        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period"))
-        return max(0.0, int(quota) / int(period))
-    return None
 
 
 def _resource_limit(name: str) -> int | None:

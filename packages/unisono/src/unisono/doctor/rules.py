@@ -71,12 +71,6 @@ CONDITIONS = (
         "unset it: `unisono train` divides the cores among its processes",
     ),
     Condition(
-        "cpu quota", "WARNING",
-        lambda facts: f"{facts.cores} cores are shown, but the container may use {facts.quota:.1f}"
-        if 0 < (facts.quota or 0) < facts.cores else None,
-        "set layout.threads so that all processes together stay within it", needs="quota",
-    ),
-    Condition(
         "memory", "WARNING",
         lambda facts: f"only {facts.memory_gib:.1f} GiB of memory are free" if (facts.memory_gib or 0) < 2 else None,
         "stop other processes that use it", needs="memory_gib",

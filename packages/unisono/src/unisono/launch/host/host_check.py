@@ -12,6 +12,7 @@ import psutil
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_autotuning import REMOTE_WORKERS
 from unisono.launch.host import host_variables
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
 
@@ -50,7 +51,7 @@ def raise_open_files_limit(config: RunConfig) -> None:
     world = config.layout.world_size if isinstance(config.layout.world_size, int) else 1
     workers = getattr(config.data, "workers", 1)
     if not isinstance(workers, int):  # decided later; as many as there may be
-        workers = max(REMOTE_WORKERS, (os.cpu_count() or 1) // max(1, world // config.launch.nodes))
+        workers = max(REMOTE_WORKERS, usable_cores() // max(1, world // config.launch.nodes))
     ahead = getattr(config.data, "prefetch", None) or 4  # of each worker
     loaders = workers * (8 + 2 * int(ahead))  # sockets, and memory of prefetched batches
     needed = _OPEN_FILES + _OPEN_FILES_PER_PEER * world + 2 * loaders  # training and evaluation

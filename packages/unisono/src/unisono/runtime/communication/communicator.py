@@ -7,11 +7,14 @@ Nothing is ever pickled.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from unisono.runtime.cpu_quota import cpu_quota
 
 # Set only on the sockets of a launcher and its rank 0.
 REUSE_PORT_OPTION = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)
@@ -79,8 +82,10 @@ class Node:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, or as many as it may use the time of."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota >= cores else math.ceil(quota)
 
 
 class Channel(Protocol):
