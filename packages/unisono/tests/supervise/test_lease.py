@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -178,6 +180,55 @@ def test_an_owner_that_is_being_written_or_damaged_is_waited_for(tmp_path: Path,
     with run_lock.hold_lock(tmp_path, patience=0.3) as mine:
         assert mine.token == 5
     assert "last used by process 0 on an unknown host" in capsys.readouterr().err
+
+
+@contextmanager
+def failing(name: str, code: int, times: int = 10**6) -> Iterator[None]:
+    """Calls that open, look at or list what has a name fail, as on a file server that is away."""
+    left = [times]
+
+    def fail(real: Any) -> Any:
+        def call(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if not isinstance(path, int) and os.fspath(path).endswith(name) and left[0] > 0:
+                left[0] -= 1
+                raise OSError(code, os.strerror(code), os.fspath(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    with mock.patch.multiple(os, **{call: fail(getattr(os, call)) for call in ("open", "stat", "listdir")}):
+        yield
+
+
+def test_an_owner_whose_record_cannot_be_read_for_a_moment_is_not_replaced(tmp_path: Path, elsewhere: None):
+    """It was taken for dead at once, and two processes wrote into one run."""
+    with owner(tmp_path), failing("00000001.json", errno.ESTALE):
+        began = time.monotonic()
+        assert "is in use by" in refused(tmp_path, patience=600)
+        assert time.monotonic() - began < 300
+
+
+def test_leases_that_cannot_be_listed_are_not_taken_for_none(tmp_path: Path, elsewhere: None):
+    with owner(tmp_path), failing("lease", errno.ESTALE), pytest.raises(OSError, match="Stale file handle"):
+        run_lock._acquire(tmp_path, 1.0, 1.0)
+    assert [path.name for path in (tmp_path / "lease").glob("*.json")] == ["00000001.json"]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+@pytest.mark.parametrize("name", ["lease", "00000001.beat"])
+def test_a_lock_holds_while_the_file_system_does_not_answer(tmp_path: Path, code: int, name: str):
+    """After ESTALE a run ended because somebody had replaced its folder, which nobody had."""
+    with run_lock.hold_lock(tmp_path, interval=0.01):
+        lock = run_lock.inherited_lock(tmp_path)
+        assert lock is not None
+        with failing(name, code):
+            time.sleep(0.05)  # heartbeats that fail
+            lock.check_held()
+            if name == "lease":
+                assert run_lock.find_holder(tmp_path) is None and not run_lock.was_released(tmp_path)
+        lock.check_held()
+        before = lock.counter_file.read_text()
+        jobs.wait_for(lambda: lock.counter_file.read_text() != before, 60)  # they come again
 
 
 def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -127,7 +127,10 @@ def measure(run: RunFacts) -> dict[str, float | int | None]:
 
 def count_parameters(folder: Path) -> int | None:
     """The values of a run's model, by its newest checkpoint; None if there is none that can be read."""
-    for path in reversed(commit.find_checkpoints(folder / "checkpoints")):
+    found: list[Path] = []
+    with suppress(UnisonoError):
+        found = commit.find_checkpoints(folder / "checkpoints")
+    for path in reversed(found):
         with suppress(OSError, UnisonoError):
             arrays = read_manifest(path).arrays
             return sum(int(math.prod(one["shape"])) for name, one in arrays.items() if name.startswith("model/"))

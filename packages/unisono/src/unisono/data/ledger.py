@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.order import mix_bits
 from unisono.data.order.plan import SampleIndices
-from unisono.runtime.errors import RecordError, RunError
+from unisono.runtime.errors import RecordError, RunError, UnavailableError
 from unisono.runtime.files import wrap_record_errors
 from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Count
@@ -69,10 +69,11 @@ class Ledger:
     def __init__(self, folder: Path, rank: int, world_size: int, first: int, start: str) -> None:
         name = f"{FOLDER}/rank-{rank:05d}.jsonl"
         self._path = folder / name
-        self._chain, torn = _truncate_torn(folder, name)
         self._consumed = 0
         self._held: list[str] = []
-        self._file = safe_writing.open_to_append(folder, name)
+        with wrap_record_errors(self._path):
+            self._chain, torn = _truncate_torn(folder, name)
+            self._file = safe_writing.open_to_append(folder, name)
         marker = {"start": start, "first": first, "world_size": world_size, "rank": rank}
         self._write({**marker, "torn": torn} if torn else marker)
 
@@ -154,8 +155,34 @@ def merge_marks(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, A
 
 
 def missing_files(folder: Path, kept: Mapping[str, Any]) -> list[str]:
-    """Files recorded in a checkpoint that are missing."""
-    return [name for name in kept["files"] if not safe_paths.is_inside(folder / FOLDER, name)]
+    """Files recorded in a checkpoint that are missing.
+
+    Raises:
+        UnavailableError: if that cannot be seen.
+    """
+    return [name for name in kept["files"] if _is_missing(folder / FOLDER, name)]
+
+
+def _is_missing(folder: Path, name: str) -> bool:
+    try:
+        with _reading(folder / name):
+            safe_paths.open_inside(folder, name).close()
+    except (FileNotFoundError, NotADirectoryError, safe_paths.UnsafePathError):
+        return True
+    return False
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError | safe_paths.UnsafePathError):
+            raise
+        raise UnavailableError(
+            f"{path} cannot be read ({error.strerror or error}), so nobody can tell whether it is the ledger of the "
+            "checkpoint: see to the file system, or move it away to begin a new one"
+        ) from error
 
 
 def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
@@ -165,8 +192,11 @@ def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
         folder: the run directory.
         name: of the file.
         until: the size and digest recorded in the checkpoint.
+
+    Raises:
+        UnavailableError: if it cannot be read.
     """
-    with safe_paths.open_inside(folder / FOLDER, name) as file:
+    with _reading(folder / FOLDER / name), safe_paths.open_inside(folder / FOLDER, name) as file:
         content = file.read(until["bytes"])
     chain, step = "", "its first line"
     for number, raw in enumerate(content.splitlines(), start=1):

@@ -43,12 +43,13 @@ class Events:
         self._path = path
         kept: list[str] = []
         self._notes: set[str] = set()
-        if os.path.lexists(path):
-            seen = [(line, event) for line in _read_text(path).splitlines() if (event := _parse_line(line)) is not None]
-            kept = [line for line, event in seen if event["step"] <= first_step or NOTE_KEYS & event.keys()]
-            self._notes = {line for line, event in seen if NOTE_KEYS & event.keys()}
-        write_whole(path, "".join(f"{line}\n" for line in kept))
-        self._file = safe_writing.open_to_append(path.parent, path.name)
+        with wrap_record_errors(path):
+            if os.path.lexists(path):
+                seen = [(line, event) for line in _read_text(path).splitlines() if (event := _parse_line(line))]
+                kept = [line for line, event in seen if event["step"] <= first_step or NOTE_KEYS & event.keys()]
+                self._notes = {line for line, event in seen if NOTE_KEYS & event.keys()}
+            write_whole(path, "".join(f"{line}\n" for line in kept))
+            self._file = safe_writing.open_to_append(path.parent, path.name)
 
     def write(self, event: dict[str, Any]) -> None:
         """Append one event and flush it.

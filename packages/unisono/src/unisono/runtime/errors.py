@@ -79,6 +79,10 @@ class RunError(UnisonoError):
     """A run directory that cannot be used as asked: it belongs to another run, or holds nothing to resume."""
 
 
+class UnavailableError(RunError):
+    """A file of a run that cannot be read now. It may well be whole, so nothing is concluded from that."""
+
+
 class CheckpointError(UnisonoError):
     """A checkpoint that is damaged, incomplete, or does not fit the model; its text is one line, as of `DataError`."""
 

@@ -16,10 +16,16 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.runtime.errors import DataError, RecordError
+from unisono.runtime.errors import DataError, RecordError, UnavailableError
 from unisono.runtime.untrusted import safe_paths
 
 TEMPORARY_SUFFIX = ".writing"  # of files that are still being written
+# Errors of a file system that does not answer now.
+UNREACHABLE = frozenset({
+    errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN,
+})  # fmt: skip
+# Errors that say nothing of a file, which may be whole. Others tell that it is missing, damaged, or something else.
+_UNAVAILABLE = UNREACHABLE | {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
 PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
 
 
@@ -57,10 +63,25 @@ def wrap_record_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except safe_paths.UnsafePathError:  # a link or a pipe in its place, which says what to do
+        raise
     except OSError as error:
         raise RecordError(
             f"{path} cannot be written ({error.strerror or error}). Free some space or repair the disk, then give the "
             "same command again: it resumes from the newest checkpoint"
+        ) from error
+
+
+def raise_unavailable(path: Path, error: OSError) -> None:
+    """Raise for an error that says nothing of a file itself, so that it is not taken for missing or damaged.
+
+    Raises:
+        UnavailableError: Saying so.
+    """
+    if error.errno in _UNAVAILABLE:
+        raise UnavailableError(
+            f"{path} cannot be read now ({error.strerror or error}). It may well be whole, and was left as it is: see "
+            "to the file system or the permissions, then give the same command again"
         ) from error
 
 
@@ -183,6 +204,9 @@ def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # file systems that cannot flush a directory, such as some of SMB and FUSE, say so
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 

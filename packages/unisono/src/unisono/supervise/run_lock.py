@@ -76,7 +76,10 @@ class RunLock:
 
     def describe_loss(self) -> str | None:
         """Describe who has taken over the run, or what became of its folder; None while the lock holds."""
-        newest = _newest_token(self.folder)
+        try:
+            newest = _newest_token(self.folder)
+        except OSError:
+            return None  # a file system that does not answer now; the next look will tell
         if newest <= self.token:
             return self._describe_vanished()
         return (
@@ -97,8 +100,8 @@ class RunLock:
         try:
             found = _inode(self.counter_file)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                return None  # a file system that does not answer now; the next look will tell
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # as ESTALE, after a server has failed over
+                return None  # the same
             found = ""
         if self.inode is None or found == self.inode:
             return None
@@ -164,14 +167,20 @@ def hold_lock(folder: Path, interval: float = BEAT_INTERVAL, patience: float = T
 
 def find_holder(folder: Path) -> dict[str, Any] | None:
     """Return the process that holds a run's folder, as far as can be seen without waiting; None if there is none."""
-    owner = _read_owner(folder, _newest_token(folder))
+    owner = _last_owner(folder)
     return None if owner is None or owner["released"] or identity.is_alive(owner) is False else owner
 
 
 def was_released(folder: Path) -> bool:
     """Whether the last process that held a run's folder ended in order; False also if none ever did."""
-    owner = _read_owner(folder, _newest_token(folder))
+    owner = _last_owner(folder)
     return owner is not None and bool(owner["released"])
+
+
+def _last_owner(folder: Path) -> dict[str, Any] | None:
+    with suppress(OSError):
+        return _read_owner(folder, _newest_token(folder))
+    return None
 
 
 def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
@@ -234,7 +243,8 @@ def _is_owner_alive(folder: Path, token: int, owner: dict[str, Any], patience: f
         time.sleep(min(0.2, patience / 10))
         if _read_counter(folder, token) != first or _newest_token(folder) != token:
             return True
-        if (now := _read_owner(folder, token)) is None or now["released"]:
+        # What cannot be read may come from a file system that does not answer, and says nothing of the owner.
+        if (now := _read_owner(folder, token)) is not None and now["released"]:
             return False
     return False
 
@@ -266,10 +276,14 @@ def _read_counter(folder: Path, token: int) -> str:
 
 
 def _newest_token(folder: Path) -> int:
-    """Return the largest token ever claimed; 0 if there is none."""
+    """Return the largest token ever claimed; 0 if there is none.
+
+    Raises:
+        OSError: If that cannot be seen now.
+    """
     try:
         names = os.listdir(folder / FOLDER)  # noqa: PTH208 - names only, since this runs every few seconds
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     tokens = [name[:-5] for name in names if name.endswith(".json") and name[:-5].isdecimal()]
     return max((int(token) for token in tokens if len(token) <= _MAX_DIGITS), default=0)

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,8 +37,15 @@ from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communication.communicator import Communicator, Json, SingleProcess
 from unisono.runtime.communication.consensus import raise_everywhere, run_everywhere
-from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError, UploadError
-from unisono.runtime.files import fsync_path, remove_folder
+from unisono.runtime.errors import (
+    CheckpointError,
+    NonFiniteError,
+    SaveError,
+    UnavailableError,
+    UnisonoError,
+    UploadError,
+)
+from unisono.runtime.files import UNREACHABLE, fsync_path, raise_unavailable, remove_folder
 from unisono.runtime.text import format_bytes
 from unisono.runtime.untrusted import safe_writing
 
@@ -58,10 +66,7 @@ PARTIAL = ".fetching-"
 _TEMPORARY = ".writing-"
 # Errors of a file system that is temporarily unreachable or over quota. A full disk is not among them, since space is
 # checked before the first step.
-_TRANSIENT_ERRORS = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EDQUOT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN,
-    errno.ECONNRESET, errno.EHOSTDOWN,
-}  # fmt: skip
+_TRANSIENT_ERRORS = UNREACHABLE | {errno.EIO, errno.EDQUOT, errno.EREMOTEIO}
 
 
 @dataclass(frozen=True)
@@ -244,9 +249,35 @@ def save_checkpoint(
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if parse_step(path.name) >= 0 and (path / manifest.NAME).is_file()]
-    return sorted(found, key=lambda path: parse_step(path.name))
+    """Finished checkpoints in a folder, oldest first.
+
+    Raises:
+        UnavailableError: if the folder cannot be listed, or looked into, now: then nobody knows which there are.
+    """
+    looked_at = folder
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - names only
+        found = []
+        for name in sorted(filter(lambda name: parse_step(name) >= 0, names), key=parse_step):
+            looked_at = folder / name / manifest.NAME
+            if _is_file(looked_at):
+                found.append(folder / name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise_unavailable(looked_at, error)
+        raise UnavailableError(f"{looked_at} cannot be looked at: {error.strerror or error}") from error
+    return found
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a regular file. In contrast to `Path.is_file` of later versions, other errors are raised."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
 
 
 def find_newest_step(folder: Path) -> int | None:
@@ -314,7 +345,7 @@ def _run_on_all_ranks(
             fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         except Exception as error:  # of any kind: the others must not wait for this rank
             fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
-            passing = isinstance(error, UploadError)
+            passing = isinstance(error, UploadError | UnavailableError)
             log.exception("a checkpoint could not be written")
         return [result, fault, passing]
 
@@ -345,7 +376,7 @@ def _explain_full_disk(folder: Path, needed: int) -> Iterator[None]:
 
 def _refuse_to_overwrite(final: Path) -> None:
     """Refuse a step that has a readable checkpoint. An unreadable one is renamed later and kept."""
-    if not (final / manifest.NAME).is_file():
+    if not _is_file(final / manifest.NAME):
         return
     try:
         open_checkpoint(final)
@@ -372,11 +403,16 @@ def _remove_older(folder: Path, made: int, retention: Retention) -> None:
     """Remove checkpoints that need not be kept, and log failures. Unreadable ones are neither counted nor removed."""
     known: dict[int, Path] = {}
     metrics: dict[int, Mapping[str, float] | None] = {}
-    for path in find_checkpoints(folder):
+    try:
+        found = find_checkpoints(folder)
+    except UnavailableError as error:  # the next save removes them
+        log.warning("%s", error)
+        return
+    for path in found:
         try:
             metrics[parse_step(path.name)] = read_manifest(path).metric
             known[parse_step(path.name)] = path
-        except CheckpointError as error:
+        except (CheckpointError, UnavailableError) as error:
             log.warning("%s", error)
     for step in retention.find_removable(made, metrics):
         old = known[step]

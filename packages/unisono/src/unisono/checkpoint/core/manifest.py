@@ -23,6 +23,7 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.engines import host_arrays
 from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CheckpointError, FormatError, SaveError
+from unisono.runtime.files import raise_unavailable
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import HashedFile, Integer, misfit
@@ -138,6 +139,7 @@ def read_manifest(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: if the manifest is missing, damaged or of another format.
+        UnavailableError: if it cannot be read now.
     """
     file = path / NAME
     try:
@@ -165,6 +167,8 @@ def read_manifest(path: Path) -> Checkpoint:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
+        if isinstance(error, OSError):
+            raise_unavailable(file, error)
         raise CheckpointError(f"{file} cannot be read: {error}. {deletion_advice(path)}") from error
 
 

@@ -142,8 +142,10 @@ def open_newest(
         if not all(sees):
             blind = ", ".join(str(rank) for rank, found in enumerate(sees) if not found)
             raise CheckpointError(f"rank {blind} does not see {target}: checkpoint.folder is for a disk of all nodes")
-    names = communicator.gather(
-        [path.name for path in commit.find_checkpoints(folder)], "the checkpoints that all ranks see"
+    names = raise_everywhere(
+        communicator,
+        lambda: [path.name for path in commit.find_checkpoints(folder)],
+        "the checkpoints that all ranks see",
     )
     known = [candidate.name for candidate in run.resume.candidates] if run.resume else []
     if not run.config.launch.shared_folder:  # each node's has what it wrote and what this start has fetched
@@ -213,14 +215,21 @@ def _check_ledger(run: ResolvedRun, checkpoint: Checkpoint, communicator: Commun
     kept, folder = checkpoint.state["ledger"], run.directory
     if kept is None:
         return []
-    seen = communicator.gather(ledger.missing_files(folder, kept), "the ledger's files that all ranks see")
+    seen = raise_everywhere(
+        communicator, lambda: ledger.missing_files(folder, kept), "the ledger's files that all ranks see"
+    )
     gone = [name for name in kept["files"] if all(name in missing for missing in seen)]
-    mine: dict[str, str | None] = {}
     ranks = run.ranks_of_folder(communicator.rank)
-    for number, (name, until) in enumerate(sorted(kept["files"].items())):
-        if name not in seen[communicator.rank] and ranks[number % len(ranks)] == communicator.rank:
-            mine[name] = ledger.find_fault(folder, name, until)
-    everyone = communicator.gather(mine, "whether the ledger is that of the checkpoint")
+    mine = {
+        name: until
+        for number, (name, until) in enumerate(sorted(kept["files"].items()))
+        if name not in seen[communicator.rank] and ranks[number % len(ranks)] == communicator.rank
+    }
+    everyone = raise_everywhere(
+        communicator,
+        lambda: {name: ledger.find_fault(folder, name, until) for name, until in mine.items()},
+        "whether the ledger is that of the checkpoint",
+    )
     found = {name: [theirs[name] for theirs in everyone if name in theirs] for name in kept["files"]}
     faults = [one[0] for one in found.values() if one and all(one)]  # a rank's file may be on another node than before
     if gone and run.config.run.resume == "exact":

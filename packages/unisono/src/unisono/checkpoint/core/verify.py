@@ -14,8 +14,10 @@ from pathlib import Path
 
 from unisono.checkpoint.core.arrays import hash_range, header_misfit
 from unisono.checkpoint.core.manifest import Checkpoint, deletion_advice
-from unisono.runtime.communication.communicator import Communicator, usable_cores
+from unisono.runtime.communication.communicator import Communicator, Json, usable_cores
+from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import CheckpointError
+from unisono.runtime.files import raise_unavailable
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 
@@ -40,13 +42,18 @@ def verify_content(checkpoint: Checkpoint, group: Communicator) -> Checkpoint:
     Raises:
         CheckpointError: on every rank, naming the first files that are missing, damaged or from another checkpoint, and
             the arrays in them.
+        UnavailableError: on every rank, if one cannot read its share now.
     """
     stretches = _hashed_ranges(checkpoint)
     mine = stretches[group.rank :: group.size]
-    with ThreadPoolExecutor(min(_THREADS, usable_cores())) as threads:
-        faults = sorted({fault for fault in threads.map(lambda s: _find_fault(checkpoint, s), mine) if fault})
     seen_by = _file_cache_id(checkpoint.path)
-    everyone = group.gather([faults, seen_by], "all ranks to verify the checkpoint")
+
+    def find_faults() -> Json:
+        with ThreadPoolExecutor(min(_THREADS, usable_cores())) as threads:
+            faults = {fault for fault in threads.map(lambda s: _find_fault(checkpoint, s), mine) if fault}
+        return [sorted(faults), seen_by]
+
+    everyone = raise_everywhere(group, find_faults, "all ranks to verify the checkpoint")
     found = sorted({fault for faults, _ in everyone for fault in faults})
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
@@ -103,6 +110,7 @@ def _find_fault(checkpoint: Checkpoint, stretch: _HashedRange) -> str | None:
     except FileNotFoundError:
         return f"{file} is missing. It held parts of {holds()}"
     except OSError as error:
+        raise_unavailable(file, error)
         return f"{file} cannot be read: {error.strerror or error}. It holds parts of {holds()}"
     if found == stretch.sha256:
         return None
