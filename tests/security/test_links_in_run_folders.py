@@ -160,7 +160,7 @@ def test_checkpoints_lie_where_the_configuration_says_and_nowhere_else(tmp_path:
         placement.refuse_elsewhere(config, run)
     (run / "checkpoints").unlink()
     (run / "checkpoints").mkdir()
-    with pytest.raises(RunError, match=r"move it there, .*: mv \S+ \S+ && ln -s "):
+    with pytest.raises(RunError, match=r"is a folder, .*: both are there, and neither is overwritten"):
         placement.refuse_elsewhere(config, run)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -75,6 +76,14 @@ def test_a_finished_run_says_so_and_how_to_extend_it(unisono: Command):
     assert (code, told) == (
         0, "runs/a is finished, after step 2. To extend it: unisono resume runs/a train.steps=4\n"
     )  # fmt: skip
+
+
+def test_a_finished_run_whose_checkpoints_are_gone_says_so_and_offers_no_extension(unisono: Command):
+    run = started(unisono, "train.steps=2")
+    shutil.rmtree(run / "checkpoints")
+    code, told, error = unisono("resume", run)
+    assert (code, told) == (0, "runs/a is finished, after step 2\n")
+    assert "WARNING: runs/a has saved checkpoints since step 2, and runs/a/checkpoints does not exist on" in error
 
 
 def test_only_one_s_own_run_is_resumed_without_trust(unisono: Command, tmp_path: Path, spirals: Path):
@@ -268,9 +277,20 @@ def test_clean_removes_of_a_link_only_the_link(littered: Path, unisono: Command,
     assert (tmp_path / "archive" / "precious").exists()
 
 
+def test_clean_of_a_run_that_it_refuses_does_not_succeed(littered: Path, unisono: Command, tmp_path: Path):
+    """Scripts took the exit code 0 for a run that was cleaned."""
+    (littered / "checkpoints").rename(tmp_path / "elsewhere")
+    (littered / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    code, _, error = unisono("clean", littered, "--yes")
+    assert (code, "is a link, and nothing is removed where it leads" in error) == (2, True)
+    assert unisono("clean", "--yes")[0] == 0  # of several, the others are cleaned
+
+
 def test_a_run_that_trains_is_never_cleaned(littered: Path, unisono: Command):
     before = sorted(littered.rglob("*"))
     with run_lock.hold_lock(littered):
         told = unisono("clean", "--yes")[1]
+        code, _, error = unisono("clean", littered, "--yes")
     assert "runs/a is training and is left as it is" in told
+    assert (code, "runs/a is training, and nothing of it was removed" in error) == (2, True)
     assert [path for path in before if not path.exists()] == []

@@ -277,8 +277,7 @@ def _start(parsed: argparse.Namespace) -> None:
         from unisono.supervise.run_status import read_status
 
         if not parsed.overrides and (status := read_status(parsed.folder)).state == "finished":
-            extend = f"unisono resume {parsed.folder} {runs.longer(parsed.folder, status.step)}"
-            say(f"{parsed.folder} is finished, after step {status.step}. To extend it: {extend}")
+            runs.report_finished(parsed.folder, status.step)
             return
         command = ["unisono", "resume", str(parsed.folder), *parsed.overrides]
         parsed.composed = compose_run(parsed.folder, parsed.overrides, trust=parsed.trust)

@@ -49,6 +49,22 @@ def add_verbs(verbs: Any) -> None:
     verb.set_defaults(run=_clean)
 
 
+def report_finished(folder: Path, steps: int) -> None:
+    """Say that there is nothing to resume, and how to extend the run, or that it cannot be since nothing is left."""
+    from unisono.checkpoint.core import commit, placement
+    from unisono.runtime.errors import RunError
+
+    done = f"{folder} is finished, after step {steps}"
+    try:
+        if not commit.find_checkpoints(folder / placement.NAME):
+            placement.refuse_lost(folder)
+    except RunError as error:
+        say(done)
+        say(f"unisono: WARNING: {error}", error=True)
+        return
+    say(f"{done}. To extend it: unisono resume {folder} {longer(folder, steps)}")
+
+
 def longer(folder: Path, steps: int) -> str:
     """The words that make a finished run twice as long.
 
@@ -158,11 +174,15 @@ def _clean(parsed: argparse.Namespace) -> int:
     found: dict[Path, list[Leftover]] = {}
     for run in run_status.find_runs(parsed.folder):
         if run_lock.find_holder(run) is not None:
+            if run == parsed.folder:
+                raise RunError(f"{run} is training, and nothing of it was removed; stop it, or wait for its end")
             say(f"{run} is training and is left as it is")
             continue
         try:
             inside = leftovers.find_leftovers(run, parsed.keep)
         except (ConfigError, RunError) as error:  # the others are cleaned
+            if run == parsed.folder:
+                raise
             say(f"{run} is left as it is: {error}", error=True)
             continue
         if inside:

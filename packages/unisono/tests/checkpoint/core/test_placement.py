@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import subprocess
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -206,3 +209,52 @@ def test_what_waits_for_an_upload_stays_on_the_disk_of_the_checkpoints(
     uploads.enqueue(commit.find_checkpoints(run / "checkpoints")[-1])
     assert (place / "uploading" / "step-00000001" / "manifest.json").stat().st_nlink == 2
     assert not (run / "uploading").exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "the folder of a start that failed"])
+def test_the_commands_that_move_checkpoints_elsewhere_do_it(tmp_path: Path, there: str) -> None:
+    """`mv` put them into a folder that existed, so the link led to one without checkpoints."""
+    run, target = tmp_path / "runs" / "a", tmp_path / "scratch disk" / "a"
+    run.mkdir(parents=True)
+    save(run, 1)
+    if there != "nothing":
+        target.mkdir(parents=True)
+    if there.startswith("the"):
+        (target / "owner.json").write_text(json.dumps({"run": str(run)}))
+    with pytest.raises(RunError, match="move it there, and put a link in its place: ") as caught:
+        start(tmp_path / "runs", target.parent)
+    subprocess.run(str(caught.value).partition("in its place: ")[2], shell=True, check=True)
+    start(tmp_path / "runs", target.parent)
+    assert [path.name for path in commit.find_checkpoints(target)] == ["step-00000001"]
+    assert (run / "checkpoints").readlink() == target
+
+
+def test_checkpoints_in_both_places_are_not_mixed(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    save(run, 1)
+    (tmp_path / "scratch" / "a" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(RunError, match=r"both are there, and neither is overwritten; choose another run\.name"):
+        start(tmp_path / "runs", tmp_path / "scratch")
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unisono check` said that the run could start."""
+    (tmp_path / "scratch").mkdir()
+    real = tempfile.TemporaryFile
+
+    def make(dir: Path) -> Any:
+        if "scratch" in str(dir):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", make)
+    with pytest.raises(RunError) as caught:
+        run_directory.refuse_unusable(make_config(tmp_path / "runs", tmp_path / "scratch"))
+    assert str(caught.value) == (
+        f"{tmp_path}/scratch/a: {tmp_path}/scratch cannot be written to (Read-only file system); choose another "
+        "checkpoint.folder"
+    )
+    assert not list((tmp_path / "scratch").iterdir())

@@ -78,11 +78,7 @@ def refuse_elsewhere(config: RunConfig, run: Path) -> None:
         if leads_to(saved, target):
             return
         if saved.is_dir() and not saved.is_symlink():
-            raise RunError(
-                f"{saved} is a folder, and checkpoint.folder names {target}: move it there, and put a link in its "
-                f"place: {shlex.join(['mv', str(saved), str(target)])} && "
-                f"{shlex.join(['ln', '-s', str(target), str(saved)])}"
-            )
+            raise RunError(f"{saved} is a folder, and checkpoint.folder names {target}: {_advise_move(saved, target)}")
     if os.path.lexists(saved) and (saved.is_symlink() or not saved.is_dir()):
         kind, named, way = safe_paths.describe_kind(saved.lstat().st_mode), "", ""
         with suppress(OSError):
@@ -97,6 +93,17 @@ def refuse_elsewhere(config: RunConfig, run: Path) -> None:
             f"checkpoints on another disk, set checkpoint.folder=DIR, and a link to DIR/{run.name} is followed, or made"
             f"{way}"
         )
+
+
+def _advise_move(saved: Path, target: Path) -> str:
+    """How to move a run's checkpoints elsewhere; `mv` would put them into a folder that is there already."""
+    commands = [["mkdir", "-p", str(target.parent)]]
+    if os.path.lexists(target):
+        if {path.name for path in target.iterdir()} - {_OWNER_FILE} if target.is_dir() else True:
+            return f"both are there, and neither is overwritten; {_REMEDY}, or move one of them away"
+        commands = [["rm", "-f", str(target / _OWNER_FILE)], ["rmdir", str(target)]]
+    commands += [["mv", str(saved), str(target)], ["ln", "-s", str(target), str(saved)]]
+    return f"move it there, and put a link in its place: {' && '.join(map(shlex.join, commands))}"
 
 
 def _refuse_used(run: Path, target: Path) -> None:

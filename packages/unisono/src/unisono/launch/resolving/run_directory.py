@@ -62,13 +62,7 @@ def refuse_unusable(config: RunConfig) -> None:
     except (OSError, RuntimeError) as error:  # a name that is too long, or a loop of links
         reason = error.strerror if isinstance(error, OSError) else "its symbolic links form a loop"
         raise RunError(f"{folder} cannot be a directory: {reason}; choose another run.dir or run.name") from error
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise RunError(
-            f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
-        ) from error
+    _try_to_write(folder, existing, "run.dir")
     harmless = {run_lock.FOLDER, CERTIFICATE, store_lock.LOCAL_FILE}
     if (target := placement.find_target(config)) is not None and placement.leads_to(folder / placement.NAME, target):
         harmless.add(placement.NAME)
@@ -80,6 +74,8 @@ def refuse_unusable(config: RunConfig) -> None:
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or set run.resume=auto"
         )
     placement.refuse_elsewhere(config, folder)
+    if target is not None:
+        _try_to_write(target, next(place for place in (target, *target.parents) if place.exists()), "checkpoint.folder")
     for name in config.observe.trackers:  # which write into the folder of their name, from a thread of their own
         if os.path.lexists(path := folder / name) and (path.is_symlink() or not path.is_dir()):
             raise RunError(
@@ -87,6 +83,15 @@ def refuse_unusable(config: RunConfig) -> None:
                 "folder, and nothing is written through it; move it away"
             )
     _refuse_case_collision(config)
+
+
+def _try_to_write(folder: Path, existing: Path, key: str) -> None:
+    """Create a file, which has no name and is gone at once, in what exists already of a folder's path."""
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RunError(f"{folder}: {existing} cannot be written to ({error.strerror}); choose another {key}") from error
 
 
 def _refuse_case_collision(config: RunConfig) -> None:
