@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -273,3 +276,41 @@ def test_channels_in_opposite_phase_are_warned_of(
         in capsys.readouterr().err
     )
     assert len(open_recordings(folder, leave_out=out)) == 5, "a warning leaves nothing out"
+
+
+def test_a_disk_that_is_full_is_a_sentence_and_kills_nothing(tmp_path: Path) -> None:
+    """The space of the array was not reserved, so the first write beyond the disk ended the process by SIGBUS."""
+    source = open_recordings(write(tmp_path / "data", "csv"), leave_out=BAD)
+    pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20))
+    reserved: list[int] = []
+
+    def reserve(descriptor: int, first: int, size: int) -> None:
+        reserved.append(size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = tmp_path / "cache"
+    with mock.patch.object(os, "posix_fallocate", reserve), pytest.raises(DataError) as caught:
+        make_cache(source, pipeline, folder)
+    assert reserved[0] > len(source) * 20 * 4
+    assert str(caught.value).startswith(f"{folder} cannot be written (No space left on device); free some space")
+    assert not (folder / "values.npy").exists()
+    lost = mock.patch.object(np.memmap, "flush", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    with lost, pytest.raises(DataError, match=r"cannot be written \(Input/output error\); .* goes on from there"):
+        make_cache(source, pipeline, folder)
+    assert len(make_cache(source, pipeline, folder)) == len(source)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00"])
+def test_half_an_array_of_a_cache_is_a_sentence(tmp_path: Path, content: bytes) -> None:
+    """A traceback. It is renamed into its place by now, so that no start leaves one."""
+    source = open_recordings(write(tmp_path / "data", "csv"), leave_out=BAD)
+    pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20))
+    folder = tmp_path / "cache"
+    with mock.patch.object(np.memmap, "flush", side_effect=OSError(errno.EIO, "no")), pytest.raises(DataError):
+        make_cache(source, pipeline, folder)
+    (folder / "values.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"values.npy cannot be read: .*; remove the folder, and build it again"):
+        make_cache(source, pipeline, folder)
+    np.save(folder / "values.npy", np.zeros(3))
+    with pytest.raises(DataError, match="is another array than that of this cache"):
+        make_cache(source, pipeline, folder)

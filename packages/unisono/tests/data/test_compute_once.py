@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from pathlib import Path
@@ -72,6 +75,25 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .*file cannot be used \(.*\); set data\.cache or \$UNISONO_CACHE"):
         compute_once("kind", 1, make, load, cache=tmp_path / "file")
+
+
+def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path: Path) -> None:
+    """The advice was another folder for the cache."""
+    with pytest.raises(DataError) as caught:
+        compute_once("kind", 1, lambda folder: (tmp_path / "rows.csv").open().close(), load, cache=tmp_path / "cache")
+    assert str(caught.value) == f"{tmp_path}/rows.csv cannot be used (No such file or directory)"
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO, errno.ESTALE])
+def test_a_file_system_without_locks_is_a_sentence_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(DataError, match=rf"the cache .* cannot be used \({os.strerror(code)}\); set data.cache"):
+        compute_once("kind", 1, make, load, cache=tmp_path)
 
 
 def _slowly(cache: Path, began: Any, made: Any) -> None:

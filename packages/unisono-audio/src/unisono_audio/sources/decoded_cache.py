@@ -7,9 +7,12 @@ resumed; a folder without `cache.json` is unfinished.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +22,7 @@ from typing_extensions import TypedDict
 
 from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
-from unisono.runtime.files import write_whole
+from unisono.runtime.files import atomic_file, write_whole
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Count, Object
 from unisono_audio import CENTRE, FIRST, Pipeline, Window
@@ -52,7 +55,7 @@ def make_cache(
         progress: called with the numbers of rows and bad rows since the last call.
 
     Raises:
-        DataError: naming a recording that cannot be used.
+        DataError: naming a recording that cannot be used, or the folder if it cannot be written.
         ConfigError: if the folder contains something else.
     """
     if None in pipeline.shape:
@@ -67,8 +70,9 @@ def make_cache(
     if finished is None:
         return DecodedCache(folder)
     shape = (len(rows), *pipeline.shape)
-    values = _open_array(folder / "values.npy", np.dtype(dtype), shape)
-    lengths = _open_array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
+    with _writing(folder):
+        values = _open_array(folder / "values.npy", np.dtype(dtype), shape)
+        lengths = _open_array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
     missing = [part for part in chunks(len(rows)) if part.start not in finished]
     progress(len(rows) - sum(map(len, missing)), 0)
 
@@ -86,10 +90,11 @@ def make_cache(
 
     with ThreadPoolExecutor(workers) as pool, (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
         for part, bad in zip(missing, pool.map(build_chunk, missing), strict=True):
-            values.flush()
-            lengths.flush()
-            file.write(json.dumps({"first": part.start, "bad": bad}) + "\n")
-            file.flush()
+            with _writing(folder):
+                values.flush()
+                lengths.flush()
+                file.write(json.dumps({"first": part.start, "bad": bad}) + "\n")
+                file.flush()
             finished[part.start] = bad
             progress(len(part), len(bad))
     left_out = {row: text for bad in finished.values() for row, text in bad.items()}
@@ -97,12 +102,13 @@ def make_cache(
         [rows[row]["row"] for row in range(len(rows))] if isinstance(rows, WindowedRecordings) else rows.rows,
         dtype=np.int64,
     )
-    np.save(folder / "rows.npy", numbers)
-    write_whole(
-        folder / "cache.json",
-        json.dumps({**inputs, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
-    )
-    (folder / "progress.jsonl").unlink()
+    with _writing(folder):
+        np.save(folder / "rows.npy", numbers)
+        write_whole(
+            folder / "cache.json",
+            json.dumps({**inputs, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
+        )
+        (folder / "progress.jsonl").unlink()
     return DecodedCache(folder)
 
 
@@ -231,7 +237,43 @@ def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, 
     return {}
 
 
-def _open_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
-    if path.exists():
-        return np.lib.format.open_memmap(path, mode="r+")
-    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    """Open an array on disk to be filled through memory, with its space reserved: a full disk would kill the process.
+
+    Raises:
+        DataError: if there is something else.
+        OSError: if it cannot be made.
+    """
+    if not path.exists():
+        with atomic_file(path) as temporary:
+            np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
+            _reserve_space(temporary)
+    try:
+        found = np.lib.format.open_memmap(path, mode="r+")
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read: {error}; remove the folder, and build it again") from error
+    if (found.dtype, found.shape) != (dtype, shape):
+        raise DataError(f"{path} is another array than that of this cache; remove the folder, and build it again")
+    return found
+
+
+def _reserve_space(path: Path) -> None:
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written ({error.strerror or error}); free some space, repair the disk or choose "
+            "another folder. What is finished in it is kept, and the same command goes on from there"
+        ) from error

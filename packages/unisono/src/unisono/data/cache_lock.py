@@ -66,6 +66,6 @@ class _Holder(TypedDict):
 def _holder(note: Path) -> str:
     with suppress(OSError, ValueError):
         found = safe_paths.read_json(note.parent, note.name, _Holder)
-        seconds = time.time() - found["since"]
+        seconds = max(0.0, time.time() - found["since"])  # by another host's clock, or one that was set back
         return f"process {found['process']} on {one_line(found['host'])}, for {seconds:.0f} s"
     return "another process"

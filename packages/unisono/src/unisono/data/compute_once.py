@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -74,9 +75,14 @@ def compute_once(
                 make_private(temporary)
             return load(folder)
     except OSError as error:
+        root = cache or cache_dir()
+        if isinstance(error.filename, str | bytes) and not (named := Path(os.fsdecode(error.filename))).is_relative_to(
+            root
+        ):  # of what `make` reads
+            raise DataError(f"{named} cannot be used ({error.strerror or error})") from error
         raise DataError(
-            f"the cache {cache or cache_dir()} cannot be used ({error.strerror or error}); set data.cache or "
-            "$UNISONO_CACHE to another folder"
+            f"the cache {root} cannot be used ({error.strerror or error}); set data.cache or $UNISONO_CACHE to "
+            "another folder"
         ) from error
 
 
