@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import resource
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from packages.unisono.tests.checkpoint.test_foreign import Call
+from unisono.checkpoint.exchange import dcp_folder
 from unisono.checkpoint.exchange.model_names import halves_from_pairs
 from unisono.cli import main
+from unisono.runtime.errors import CheckpointError
 
 NAMES = {  # of torchtitan, as its checkpoints have them
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
@@ -238,3 +244,70 @@ def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     for name, value in whole.items():
         assert not torch.equal(value, first[name])
         assert torch.equal(found[name], value)
+
+
+def pack(value: torch.Tensor, change: Callable[[str, bytes], bytes] = lambda name, data: data, how: int = 0) -> bytes:
+    """A part as torch saves it, packed again with other records."""
+    saved, packed = io.BytesIO(), io.BytesIO()
+    torch.save(value, saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(packed, "w", how) as again:
+        for record in archive.infolist():
+            again.writestr(record.filename, change(record.filename, archive.read(record)))
+    return packed.getvalue()
+
+
+def read_piece(folder: Path, content: bytes) -> torch.Tensor:
+    (folder / "a.distcp").write_bytes(content)
+    piece = dcp_folder.Piece((0,), (6,), "a.distcp", 0, len(content))
+    saved = dcp_folder.SavedTensor(("w",), "torch.float32", (6,), (piece,))
+    return dcp_folder.read_tensor(saved, {"a.distcp": str(folder / "a.distcp")})  # type: ignore[no-any-return]
+
+
+def test_a_part_is_no_bomb_and_holds_all_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of 5 MB took 1 GB; that there is enough of it was left to the version of torch."""
+    value = torch.arange(6.0)
+    assert torch.equal(read_piece(tmp_path, pack(value)), value)
+    with pytest.raises(CheckpointError, match=r"compressed parts in a\.distcp"):
+        read_piece(tmp_path, pack(value, how=zipfile.ZIP_DEFLATED))
+    short = pack(value, lambda name, data: data[:8] if name.endswith("data/0") else data)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: value)  # as of a version that does not compare
+    with pytest.raises(CheckpointError, match=r"less of 'w' in a\.distcp than the part needs"):
+        read_piece(tmp_path, short)
+
+
+def test_a_part_of_another_layout_is_something_else(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="something else than a part of 'w'"):
+        read_piece(tmp_path, pack(torch.arange(6.0).to_sparse()))
+
+
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        ([("model", "a.b"), ("model", "a", "b")], r"two tensors of the name 'a\.b'"),
+        ([("a",), ("a",)], "two tensors of the name 'a'"),
+        ([("",)], "under '', which is not a valid name"),
+        ([("__metadata__",)], "under '__metadata__', which is not a valid name"),
+    ],
+)
+def test_names_of_which_nobody_can_tell_what_is_meant_are_refused(paths: list[tuple[str, ...]], told: str) -> None:
+    """One of two tensors came out, without a word."""
+    tensors = [dcp_folder.SavedTensor(path, "torch.float32", (), ()) for path in paths]
+    with pytest.raises(CheckpointError, match=told):
+        dcp_folder.choose_tensors(tensors, None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_more_files_than_a_process_may_open_is_read(tmp_path: Path) -> None:
+    """One of a run of thousands of ranks: too many open files."""
+    source = tmp_path / "step-1"
+    dcp.save({"w": torch.arange(3.0)}, checkpoint_id=str(source), no_dist=True)
+    for rank in range(1, 40):
+        (source / f"__{rank}_0.distcp").touch()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, before[1]))
+        assert imported(source, tmp_path / "out.safetensors") == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.arange(3.0))

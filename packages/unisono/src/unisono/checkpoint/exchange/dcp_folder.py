@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ def choose_tensors(
     for one in tensors:
         is_wanted = one.path[: len(wanted)] == wanted and len(one.path) > len(wanted) if wanted else len(one.path) == 1
         if is_wanted:
-            found[".".join(one.path[len(wanted) :])] = one
+            _put(found, ".".join(one.path[len(wanted) :]), one)
     shown = [f"{name} ({count} tensor{'s' * (count != 1)})" for name, count in groups.items() if name]
     if not found:
         at = f" at key={key}" if key else " at its top, nor under model"
@@ -170,6 +171,14 @@ def choose_tensors(
             f"has no tensors{at}; there are {', '.join(shown) or 'none at all'}. Choose with key=NAME"
         )
     return found, [text for text in shown if not wanted or not text.startswith(f"{wanted[0]} (")]
+
+
+def _put(found: dict[str, SavedTensor], name: str, one: SavedTensor) -> None:
+    if name in ("", "__metadata__"):  # which is no tensor's in a safetensors file
+        raise CheckpointError(f"has a tensor under '{name}', which is not a valid name")
+    if name in found:
+        raise CheckpointError(f"has two tensors of the name '{name}', and nobody can tell which is meant")
+    found[name] = one
 
 
 def choose_moments(
@@ -263,8 +272,13 @@ def read_tensor(saved: SavedTensor, files: Mapping[str, str]) -> Any:
         with Path(files[piece.file]).open("rb") as file:
             file.seek(piece.start)
             content = file.read(piece.length)
+        largest = _largest_record(content, piece.file)
         value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        if not isinstance(value, torch.Tensor) or value.dtype != dtype or tuple(value.shape) != piece.shape:
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        # Not all versions of torch compare these, and would take the rest from what is in memory.
+        if dense and value.untyped_storage().nbytes() > largest:
+            raise CheckpointError(f"has less of '{name}' in {piece.file} than the part needs")
+        if not dense or value.dtype != dtype or tuple(value.shape) != piece.shape:
             raise CheckpointError(f"has something else than a part of '{name}' in {piece.file}")
         where = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
         if tuple(whole[where].shape) != piece.shape or seen[where].any():
@@ -273,6 +287,15 @@ def read_tensor(saved: SavedTensor, files: Mapping[str, str]) -> Any:
     if not seen.all():
         raise CheckpointError(f"lacks a part of '{name}'; copy the whole folder, of one save")
     return whole
+
+
+def _largest_record(content: bytes, file: str) -> int:
+    """The bytes of the largest storage in a piece, which is a file of torch.save; compressed ones may be bombs."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise CheckpointError(f"has compressed parts in {file}, as torch.distributed.checkpoint writes none")
+    return max((record.file_size for record in records if "/data/" in record.filename), default=0)
 
 
 def _piece(name: str, chunk: _StandIn, places: Mapping[tuple[str, tuple[int, ...]], _StandIn]) -> Piece:

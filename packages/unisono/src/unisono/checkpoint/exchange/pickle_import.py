@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from unisono.runtime.untrusted import safe_paths
 
 _MIN_BYTES_PER_SECOND = 4 << 20  # bytes per second, after a minute to start
 _PATIENCE = 10  # seconds that may pass for one of the processor's, on a host that is busy
+_OTHER_FILES = 256  # that a process may have open besides those of a folder
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # it may start no others
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # of the environment
 _COPIED_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # of a folder, besides tensors
@@ -199,6 +201,7 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path, taking
         pieces = None
         if name == METADATA:
             names = sorted(path.name for path in source.glob(f"*{SUFFIX}"))
+            _allow_open_files(len(names))
             pieces = {piece: opened.enter_context(_open(source, piece)) for piece in names}
         file = opened.enter_context(out.open("wb"))
         done = _run(pickle, pieces, {"key": key, "taking": taking}, file, shown)
@@ -213,6 +216,14 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path, taking
             )
         return [_printable(line) for line in reply["left"]]
     raise CheckpointError(f"{shown} {_explain_failure(done, reply)}")
+
+
+def _allow_open_files(count: int) -> None:
+    """Allow as many open files as a folder has of a run of thousands of ranks, if that is up to this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < (needed := count + _OTHER_FILES):
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 class _Reply(TypedDict):
