@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from base64 import b64encode
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ def test_a_panic_of_the_library_is_a_sentence(tmp_path: Path, monkeypatch: pytes
     class Engine:
         model = None
         no_truncation = no_padding = staticmethod(lambda: None)
+        get_vocab = staticmethod(lambda **_: {})
 
         @staticmethod
         def from_file(path: str) -> Any:
@@ -100,6 +103,10 @@ def test_special_tokens_that_are_no_numbers_are_a_sentence(tmp_path: Path, speci
         Tokenizer.load(folder)
 
 
+# A table of SentencePiece's normaliser: the length of its index, the index, and texts that end with a zero.
+LONG_TEXTS = b64encode((16).to_bytes(4, "little") + bytes(16) + b"x" * 1000 + b"\0y").decode()
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -124,13 +131,61 @@ def test_special_tokens_that_are_no_numbers_are_a_sentence(tmp_path: Path, speci
             r"makes up to 900 characters of one",
         ),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 2**32 - 1}, "unk_token": "a"}}, "id 4294967295"),
+        (
+            {"decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}] * 4}},
+            r"makes up to 900 characters of one by rules of its decoder \(from 0\): 2, 3; shorten",
+        ),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_TEXTS}},
+            r"makes up to 1000 characters of one by .* normalizer \(from 0\): 0; shorten",
+        ),
+        (
+            {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 1025, 0.0]]}},
+            r"has a piece of 1025 characters in its vocabulary, more than 1024, .*: 'a{40}'…",
+        ),
     ],
-    ids=["long prefix", "thirty of one, six times", "in lower case", "by a pattern", "id"],
+    ids=[
+        "long prefix", "thirty of one, six times", "in lower case", "by a pattern", "id", "decoder",
+        "table of SentencePiece", "long piece",
+    ],
 )  # fmt: skip
 def test_a_tokenizer_that_takes_memory_or_hours_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     """A text of 2,000 letters became gigabytes, and a table of 4 billion ids took 32 GiB."""
     with pytest.raises(DataError, match=told):
         _ = load_tokenizer(write(tmp_path / "t", **changes)).token_bytes
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["pipe", "holes", "link"])
+def test_what_lies_beside_a_tokenizer_is_read_only_as_a_file_of_its_size(tmp_path: Path, name: str, kind: str) -> None:
+    """A file of 5 GB of holes was copied, for minutes; a pipe was passed over in silence, and with it the settings."""
+    folder = write(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text("{}")
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/etc/hostname")
+    else:
+        path.touch()
+        os.truncate(path, 5 << 30)
+    with pytest.raises(DataError, match={"pipe": "a pipe", "holes": "has 5368709120 bytes", "link": "a link"}[kind]):
+        ChatTemplate.from_tokenizer(folder, None, {}, "assistant")
+    if name == "tokenizer_config.json":
+        with pytest.raises(DataError, match="does not have the settings of a tokenizer"):
+            load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "vocab.txt", "merges.txt", "vocab.json"])
+def test_other_formats_of_tokenizers_are_not_opened(tmp_path: Path, name: str) -> None:
+    """Models of SentencePiece among them: only tokenizer.json and what is beside it is read."""
+    folder = write(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    os.mkfifo(folder / name)
+    assert load_tokenizer(folder).size == 3
+    assert ChatTemplate.from_tokenizer(folder, None, {}, "assistant").source == ""
 
 
 def test_what_tokenizers_of_sentencepiece_write_is_allowed(tmp_path: Path) -> None:

@@ -217,10 +217,4 @@ def _config_from_directory(path: Path) -> Any:
             f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
             + pickle_hint(path)
         )
-    found = hf_config.open_folder(path, "model.path")
-    if (path / "adapter_config.json").exists():
-        raise ConfigError(
-            f"model.path: {path} has adapters next to its model (adapter_config.json), which transformers would load "
-            "too; merge them, or move that file away"
-        )
-    return found
+    return hf_config.open_folder(path, "model.path")

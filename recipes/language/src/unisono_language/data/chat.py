@@ -10,6 +10,7 @@ is refused.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -80,7 +81,7 @@ class ChatTemplate:
         """
         folder = path if path.is_dir() else path.parent
         sources, special = ["", ""], {}
-        if any((folder / name).is_file() for name in ("tokenizer_config.json", TEMPLATE_FILE)):
+        if any(os.path.lexists(folder / name) for name in ("tokenizer_config.json", TEMPLATE_FILE)):
             try:
                 tokenizer = _read_tokenizer(folder)
                 named = tokenizer.special_tokens_map
@@ -270,8 +271,9 @@ def _read_tokenizer(folder: Path) -> Any:
         (Path(clean) / _MORE_TEMPLATES).mkdir()
         more = sorted(path.name for path in (folder / _MORE_TEMPLATES).glob("*.jinja"))
         for name in (FILE, *BESIDE, *(f"{_MORE_TEMPLATES}/{name}" for name in more)):
-            if (folder / name).is_file():
-                safe_paths.copy_inside(folder, name, Path(clean) / name)
+            if os.path.lexists(folder / name):
+                limit = safe_paths.WHOLE if name == FILE else safe_paths.TEXT
+                safe_paths.copy_inside(folder, name, Path(clean) / name, limit)
         return PreTrainedTokenizerFast.from_pretrained(clean, local_files_only=True)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ _BLANK, _BYTE = "\N{LOWER ONE EIGHTH BLOCK}", re.compile("<0x[0-9A-F]{2}>")  # i
 _BATCH = 256  # documents per call of the tokenizer
 _CHARACTERS = 1 << 22  # per call of the tokenizer
 _LARGEST_VOCABULARY = 1 << 24
-_MOST_WRITTEN = 256  # characters that a normaliser may make of one
+_MOST_WRITTEN = 256  # characters that a normaliser or a decoder may make of one
+_LONGEST_PIECE = 1024  # characters of a piece of a vocabulary
 _MOST_COMPARED = 1000  # rules of a normaliser, each with each
 
 
@@ -151,7 +154,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     engine = read_engine(file)
     beside = file.with_name("tokenizer_config.json")
     try:
-        named = safe_paths.read_json(beside.parent, beside.name, _Settings) if beside.is_file() else {}
+        named = safe_paths.read_json(beside.parent, beside.name, _Settings) if os.path.lexists(beside) else {}
     except (OSError, ValueError) as error:
         raise DataError(f"{beside} does not have the settings of a tokenizer: {error}") from error
     first, last = (_special_id(engine, named.get(name)) for name in ("bos_token", "eos_token"))
@@ -225,7 +228,9 @@ def _load(path: Path, size: int, written: int) -> Any:
 
     with wrap_native_errors(f"{path} cannot be read as a tokenizer"), safe_paths.open_regular(path) as file:
         engine = Engine.from_file(safe_paths.path_of(file))
-    _check_expansion(path, engine)
+    _check_expansion(path, "normalizer", getattr(engine, "normalizer", None))
+    _check_expansion(path, "decoder", getattr(engine, "decoder", None))
+    _check_pieces(path, engine)
     if getattr(engine.model, "dropout", None):
         raise DataError(
             f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens are not reproducible; "
@@ -236,29 +241,49 @@ def _load(path: Path, size: int, written: int) -> Any:
     return engine
 
 
-def _check_expansion(path: Path, engine: Any) -> None:
-    """Refuse a normaliser that makes a long text of every character, which takes memory and hours."""
-    if (normalizer := getattr(engine, "normalizer", None)) is None:
+def _check_expansion(path: Path, part: str, written_by: Any) -> None:
+    """Refuse a normaliser, or a decoder, that makes a long text of every character: memory and hours."""
+    if written_by is None:
         return
-    rules = list(_flat_rules(safe_paths.parse_json(normalizer.__getstate__(), dict[str, Any])))
+    rules = list(_flat_rules(safe_paths.parse_json(written_by.__getstate__(), dict[str, Any])))
     chains: list[tuple[int, list[int]]] = []  # of each rule from the last on: what it makes of one, and by which rules
     for number in reversed(range(len(rules))):
-        written = rules[number].get("content", rules[number].get("prepend", ""))
+        written = _written_length(rules[number])
         later = [chain for chain, reached in zip(reversed(chains), _reached(rules, number), strict=True) if reached]
         most, others = max(later, default=(1, []), key=lambda chain: chain[0])
-        chains.append((len(written) * most, [number, *others]) if len(written) > 1 else (most, others))
+        chains.append((written * most, [number, *others]) if written > 1 else (most, others))
         if chains[-1][0] > _MOST_WRITTEN:
             what = ", ".join(map(str, chains[-1][1][:8]))
             raise DataError(
-                f"{path} makes up to {chains[-1][0]} characters of one before it tokenises, more than {_MOST_WRITTEN}, "
-                f"by these rules of its normalizer (from 0): {what}; shorten what they write"
+                f"{path} makes up to {chains[-1][0]} characters of one by rules of its {part} (from 0): {what}; "
+                f"shorten what they write to {_MOST_WRITTEN} in all"
             )
 
 
+def _check_pieces(path: Path, engine: Any) -> None:
+    """Refuse pieces so long that the library, which compares them at every place of a text, takes hours."""
+    longest = max(engine.get_vocab(with_added_tokens=False), key=len, default="")
+    if len(longest) > _LONGEST_PIECE:
+        raise DataError(
+            f"{path} has a piece of {len(longest)} characters in its vocabulary, more than {_LONGEST_PIECE}, which no "
+            f"text needs; remove it: {longest[:40]!r}…"
+        )
+
+
+def _written_length(rule: dict[str, Any]) -> int:
+    """How many characters a rule writes in place of one, at most."""
+    if "precompiled_charsmap" not in rule:
+        return len(rule.get("content", rule.get("prepend", "")))
+    table = b64decode(rule["precompiled_charsmap"])  # of SentencePiece: an index, and texts that end with a zero
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(map(len, texts.split(b"\0")))
+
+
 def _flat_rules(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for part in rule.get("normalizers", ()):
+    parts = rule.get("normalizers", rule.get("decoders"))
+    for part in parts or ():
         yield from _flat_rules(part)
-    if "normalizers" not in rule:
+    if parts is None:
         yield rule
 
 

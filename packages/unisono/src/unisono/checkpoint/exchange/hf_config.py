@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -29,14 +30,16 @@ from unisono.runtime.untrusted.shapes import Object
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
+_GENERATION, _ADAPTERS = "generation_config.json", "adapter_config.json"  # which the library reads beside it
 LARGEST = 4 << 20  # bytes of such a file
 _COUNT = re.compile(r"(?:^|_)(?:n|num)_\w*(?:layers?|experts)$")  # settings for each of which modules are built
 _MOST_PARTS = 10_000
 # What leads to code of others, or to files and classes that the settings choose instead of the caller.
 _CODE_KEYS = frozenset({
     "auto_map", "custom_pipelines", "custom_generate", "attn_implementation", "experts_implementation",
-    "configuration_files", "transformers_weights", "_auto_class", "_attn_implementation",
-    "_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal", "_commit_hash",
+    "configuration_files", "transformers_weights", "auto_mapping", "megatron_core", "_auto_class",
+    "_attn_implementation", "_attn_implementation_internal", "_experts_implementation",
+    "_experts_implementation_internal", "_commit_hash",
 })  # fmt: skip
 _HARMLESS_KEYS = frozenset({"eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", None})
 
@@ -98,7 +101,8 @@ def open_folder(folder: Path, key: str) -> Any:
     """The configuration of a local model, whose weights may be loaded; see `read_config` and `check_weights`.
 
     Raises:
-        ConfigError: for whatever these refuse, naming the setting `key`.
+        ConfigError: for whatever these refuse, naming the setting `key`; for adapters, with which the library would
+            load the model that their file names in place of this one.
     """
     if not folder.is_dir():
         raise ConfigError(
@@ -107,7 +111,14 @@ def open_folder(folder: Path, key: str) -> Any:
         )
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{key}: {folder} has no {CONFIG}")
+    if os.path.lexists(folder / _ADAPTERS):
+        raise ConfigError(
+            f"{key}: {folder} has adapters next to its model ({_ADAPTERS}), which transformers would load too; merge "
+            "them, or move that file away"
+        )
     try:
+        if os.path.lexists(folder / _GENERATION):
+            read_settings(folder, _GENERATION)
         check_weights(folder)
     except (OSError, UnisonoError) as error:
         raise ConfigError(f"{key}: {error}") from error

@@ -253,9 +253,18 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 _FINITE_DECODER = json.JSONDecoder(object_pairs_hook=_object_of, parse_float=_finite)
 
 
-def copy_inside(folder: Path | str, name: object, target: Path) -> None:
-    """Copy a file opened with `open_inside` to a new file; it is an error if that exists."""
+def copy_inside(folder: Path | str, name: object, target: Path, limit: int | None = None) -> None:
+    """Copy a file opened with `open_inside` to a new file; it is an error if that exists.
+
+    Args:
+        folder: As for `open_inside`.
+        name: As for `open_inside`.
+        target: The new file.
+        limit: Bytes above which it is refused, as one of gigabytes that is full of holes; None if there is no limit.
+    """
     with open_inside(folder, name) as source:
+        if limit is not None and (size := os.fstat(source.fileno()).st_size) > limit:
+            raise UnsafePathError(f"{folder}/{one_line(name)} has {size} bytes; at most {limit} are copied")
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with os.fdopen(descriptor, "wb") as made:
             while part := source.read(1 << 20):
