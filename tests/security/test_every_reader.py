@@ -23,8 +23,8 @@ PRIVATE = {
     "config.code.code_digest": "modules that run", "launch.processes.preloading":
     "modules that run", "runtime.code.entry_points": "which packages are installed",
     # files of the kernel
-    "config.environment": "", "doctor.facts": "", "launch.autobatch.memory": "", "supervise.identity": "",
-    "supervise.processes": "",
+    "config.environment": "", "doctor.facts": "", "launch.autobatch.memory": "", "runtime.cpu_quota": "",
+    "supervise.identity": "", "supervise.processes": "",
     # temporary folders that this process has made, which only its user can enter
     "doctor.all_reduce_process": "", "doctor.rates": "", "launch.autobatch.probe": "", "launch.autobatch.search": "",
     "engines.jax.profiler": "", "proof.case_process": "", "proof.hangs": "", "proof.recording.trace": "",
@@ -39,6 +39,7 @@ PRIVATE = {
     "checkpoint.exchange.pickle_process": "",
 }  # fmt: skip
 TOLD = {  # single functions
+    "unisono_audio.sources.decoded_cache._reserve_space": "a temporary file that this process has just made",
     "data.sources.storage.open_plain": "the stream that its argument is",
     "data.sources.formats.arrow.__init__": "`File.open`", "data.sources.formats.arrow._batch": "`File.open`",
     **{

@@ -33,6 +33,7 @@ FRESH = {  # folders that the function, or its caller, has just made, or that on
 CACHE = {  # in the user's cache, in which nobody else can write (`cache_entry`)
     "data.compute_once.compute_array_once", "data.compute_once.write", "data.sources.index.cached_array",
     "data.sources.storage.create_cache_folder", "unisono_audio.sources.decoded_cache.make_cache",
+    "unisono_audio.sources.decoded_cache._reserve_space",
     "unisono_microbiome.study.storage.__init__", "unisono_microbiome.study.storage._write",
     "unisono_puzzles.data.library._load_or_compute", "unisono_puzzles.data.library.write",
 }  # fmt: skip

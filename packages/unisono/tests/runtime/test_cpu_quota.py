@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -34,17 +35,19 @@ def quota(folder: Path, own: str, files: dict[str, str]) -> float:
         ("nonsense", {}, math.inf),
     ],
 )  # fmt: skip
-def test_the_smallest_quota_of_all_groups_counts(tmp_path: Path, own: str, files: dict[str, str], expected: float):
+def test_the_smallest_quota_of_all_groups_counts(
+    tmp_path: Path, own: str, files: dict[str, str], expected: float
+) -> None:
     assert quota(tmp_path, own, files) == expected
 
 
-def test_a_system_without_control_groups_has_no_quota(tmp_path: Path):
+def test_a_system_without_control_groups_has_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "own", tmp_path) == math.inf
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(1.5, 2), (0.2, 1), (math.inf, 64), (64.0, 64), (100.0, 64)])
-def test_cores_are_those_whose_time_there_is(monkeypatch: pytest.MonkeyPatch, quota: float, cores: int):
+def test_cores_are_those_whose_time_there_is(monkeypatch: pytest.MonkeyPatch, quota: float, cores: int) -> None:
     """In a container with 2 of 64 cores' time, 64 threads and workers were started."""
-    monkeypatch.setattr(communicator.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(communicator, "cpu_quota", lambda: quota)
     assert communicator.usable_cores() == cores
