@@ -178,6 +178,49 @@ def test_there_are_no_more_workers_than_cores_unless_they_wait_for_storage(
 
 
 @pytest.mark.parametrize(
+    ("blocks", "shuffle", "processes", "asked", "used"),
+    [
+        (3, "blocks", 1, "auto", 3),  # not the 8 of other remote storage
+        (1, "blocks", 1, "auto", 1),
+        (20, "blocks", 1, "auto", 8),
+        (20, "blocks", 8, "auto", 3),  # a process reads an eighth of them
+        (3, "full", 1, "auto", 8),  # row by row
+        (3, "blocks", 1, 16, 3),
+        (1, "blocks", 1, 16, 2),  # two cores build samples of one block
+        (3, "full", 1, 16, 16),
+    ],
+)
+def test_no_more_workers_wait_for_storage_than_there_are_blocks_to_read(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, shuffle: str, processes: int, asked: int | str, used: int
+) -> None:
+    """Eight threads waited for the one block of a file behind a URL, sixteen if one asked for as many."""
+
+    class Rows:
+        remote = True
+
+        def __init__(self) -> None:
+            self.blocks = np.full(blocks, 60 // blocks)
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, row: int) -> int:
+            return row
+
+    monkeypatch.setattr("unisono.runtime.communication.communicator.usable_cores", lambda: 2 * processes)
+    monkeypatch.setattr("unisono.data.loading.worker_autotuning.measure_stages", lambda *_: SLOW_STORAGE)
+    config = configuration(data={"workers": asked, "shuffle": shuffle})
+    place, split = ProcessInfo(0, processes, local_world_size=processes), BatchSplit.create(BATCH, 1, 4)
+    with closing(Loader.from_config(Augmented(), Rows(), made.plan(), split, place, config)) as loader:
+        loader.start()
+        assert loader.facts().startswith(f"{used} thread")
+        said = [line.partition(", and more")[0] for line in loader.messages()]
+    reads = f"this process has 2 cores of this host, and reads {blocks} block{'s' * (blocks != 1)}"
+    lowered = asked not in (used, "auto")
+    assert said == [f"data.workers={asked}: using {used}, since {reads}"] * lowered
+
+
+@pytest.mark.parametrize(
     ("given", "launcher", "cores"),
     [("8", "slurm", 8), ("2", "slurm", 2), ("64", "slurm", 8), ("", "slurm", 2), ("8", "torchrun", 2)],
 )

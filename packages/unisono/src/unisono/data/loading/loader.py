@@ -57,6 +57,7 @@ class Loader:
         contents: compute a checksum of every sample, for the ledger.
         cores: that this process has, the training included; None for all that it may use.
         remote: rows are read from remote storage, where workers wait most of the time.
+        blocks: that a process reads as a whole; None if it reads row by row. Workers wait for one block together.
 
     Raises:
         DataError: if a task cannot be sent to worker processes.
@@ -80,6 +81,7 @@ class Loader:
         contents: bool = False,
         cores: int | None = None,
         remote: bool = False,
+        blocks: int | None = None,
     ) -> None:
         run_setup(task)  # before there are threads
         if on_error == "mask":
@@ -104,7 +106,7 @@ class Loader:
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
         self._configured_count, self._configured_ahead = workers, prefetch
-        self._cores, self._remote = cores or ProcessInfo().own_cores(), remote
+        self._cores, self._remote, self._blocks = cores or ProcessInfo().own_cores(), remote, blocks
 
     @classmethod
     def from_config(
@@ -117,23 +119,28 @@ class Loader:
         config: RunConfig,
         **more: Any,
     ) -> Loader:
-        """A loader with the settings of a run, and no more workers than cores; see the class for the arguments."""
+        """A loader with the settings of a run, and no more workers than are of use; see the class for the arguments."""
         data, cores = config.data, place.own_cores()
         remote = is_remote_source(source) if data.storage == "auto" else data.storage == "remote"
-        workers = data.workers
-        if isinstance(workers, int) and not remote:  # else they wait, without a core
-            workers = min(workers, cores)
+        blocks = _count_blocks(source, place.world_size) if data.shuffle == "blocks" else None
+        workers, most = data.workers, _most_workers(cores, remote, blocks)
+        if isinstance(workers, int):
+            workers = min(workers, most or workers)
         loader = cls(
             task, source, plan, split, place.rank, workers=workers, worker_kind=data.worker_kind,
             prefetch=data.prefetch, prefetch_mb=data.prefetch_mb, on_error=data.on_error,
-            timeout=config.launch.timeout, cores=cores, remote=remote,
+            timeout=config.launch.timeout, cores=cores, remote=remote, blocks=blocks,
             **more,
         )  # fmt: skip
         if workers != data.workers:
+            why = (
+                f"reads {blocks} block{'s' * (blocks != 1)}, and more would wait for the same blocks"
+                if remote
+                else "more would slow each other down; if they mostly wait for storage, set data.storage=remote"
+            )
             loader._messages.append(
                 f"data.workers={data.workers}: using {workers}, since this process has {cores} "
-                f"core{'s' * (cores != 1)} of this host, and more would slow each other down; if they mostly wait for "
-                "storage, set data.storage=remote"
+                f"core{'s' * (cores != 1)} of this host, and {why}"
             )
         return loader
 
@@ -215,7 +222,8 @@ class Loader:
         if self._kind == "threads" and not self._remote and self._stages.holds_lock:
             return 1  # more threads would wait for each other
         seconds = self._stages.total * self._split.passes
-        return worker_autotuning.choose_count(self._cores, seconds, self._remote)
+        waiting = worker_autotuning.REMOTE_WORKERS if self._remote else 0
+        return worker_autotuning.choose_count(self._cores, seconds, min(waiting, self._blocks or waiting))
 
     @cached_property
     def _kind(self) -> str:
@@ -309,6 +317,19 @@ class MeasuredLengths:
 def is_remote_source(source: Source) -> bool:
     """Whether reading waits for a network, as `source.remote` says; of several sources, whether any does."""
     return any(bool(getattr(one, "remote", False)) for one in sources_of(source).values())
+
+
+def _count_blocks(source: Source, world_size: int) -> int | None:
+    """How many blocks a process reads in an epoch; None if the source has none."""
+    blocks = getattr(source, "blocks", None)
+    return None if blocks is None else -(-len(blocks) // world_size)
+
+
+def _most_workers(cores: int, remote: bool, blocks: int | None) -> int | None:
+    """Workers that are of use: each needs a core, or a row or block of remote storage that no other waits for."""
+    if not remote:
+        return cores
+    return None if blocks is None else max(cores, blocks)
 
 
 def _check_sample_batch(task: Task, source: Source, purpose: str, mask: bool) -> None:

@@ -99,22 +99,20 @@ def lock_share(act: Callable[[], None], timeout: float = math.inf) -> float:
     return min(1.0, late / (perf_counter() - began))
 
 
-def choose_count(cores: int, seconds: float, remote: bool = False) -> int:
+def choose_count(cores: int, seconds: float, waiting: int = 0) -> int:
     """The number of workers to have a step's micro-batches ready in time, leaving one core for training.
-
-    Workers that wait for remote storage need no core, so there may be `REMOTE_WORKERS` on any host.
 
     Args:
         cores: of this process.
         seconds: time on one core for the micro-batches of a process in a step.
-        remote: whether rows are read from remote storage.
+        waiting: how many may wait for remote storage at a time, for which they need no core.
 
     >>> [choose_count(*asked) for asked in ((8, 0.1), (8, 9.0), (8, 0.001), (1, 9.0))]
     [5, 7, 1, 1]
-    >>> choose_count(1, 9.0, remote=True)
+    >>> choose_count(1, 9.0, waiting=8)
     8
     """
-    most = max(cores - 1, REMOTE_WORKERS if remote else 1)
+    most = max(cores - 1, waiting)
     return max(1, min(most, math.ceil(seconds / _TARGET_SECONDS)))
 
 
