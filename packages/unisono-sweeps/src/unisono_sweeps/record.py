@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.launch.launcher import Ended
 from unisono.runtime.console import say
@@ -96,7 +96,7 @@ def was_stopped_by_user(run: RunFacts) -> bool:
 
 def newest_step(folder: Path) -> int:
     """The step of a run's newest checkpoint; 0 if there is none."""
-    found = commit.find_checkpoints(folder / "checkpoints")
+    found = commit.find_checkpoints(folder / placement.NAME)
     return parse_step(found[-1].name) if found else 0
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import pyarrow as pa
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import read_manifest
 from unisono.config import CONFIG_FILE, fingerprint
 from unisono.runtime.errors import RunError, UnisonoError
@@ -129,7 +129,7 @@ def count_parameters(folder: Path) -> int | None:
     """The values of a run's model, by its newest checkpoint; None if there is none that can be read."""
     found: list[Path] = []
     with suppress(UnisonoError):
-        found = commit.find_checkpoints(folder / "checkpoints")
+        found = commit.find_checkpoints(folder / placement.NAME)
     for path in reversed(found):
         with suppress(OSError, UnisonoError):
             arrays = read_manifest(path).arrays

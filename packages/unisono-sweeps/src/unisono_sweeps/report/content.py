@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.config import CONFIG_FILE
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.runtime.text import format_value
@@ -37,7 +37,7 @@ _POINTS_OF_MANY = 40_000  # of all curves of a chart of a sweep
 _MOST_NAMES = 40  # curves of a run
 _MEDIA_BYTES = 2_000_000  # of all pictures and sounds together
 _MEDIA = {".png": ("image/png", b"\x89PNG"), ".wav": ("audio/wav", b"RIFF")}
-_NO_MEDIA = ("checkpoints", "tensorboard", "wandb", "comparison", "uploading")
+_NO_MEDIA = (placement.NAME, "tensorboard", "wandb", "comparison", "uploading")
 _FIRST = ("loss", "grad_norm", "lr")
 
 
@@ -69,7 +69,7 @@ def describe_run(run: RunFacts) -> Page:
         "global batch": run.config["train"]["global_batch"],
         "precision": run.config["train"]["precision"],
         "layout": _layout(run.config["layout"]),
-        "checkpoints": ", ".join(path.name for path in commit.find_checkpoints(run.folder / "checkpoints")) or "none",
+        "checkpoints": ", ".join(path.name for path in commit.find_checkpoints(run.folder / placement.NAME)) or "none",
     }
     page.facts(facts)
     if run.evaluations:

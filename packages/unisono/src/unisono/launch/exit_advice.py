@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from unisono.checkpoint.core import commit, resume_point
+from unisono.checkpoint.core import commit, placement, resume_point
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.remote import restore
 from unisono.config.resolved_run import ResolvedRun
@@ -96,7 +96,7 @@ def _newest_checkpoint(run: ResolvedRun) -> Checkpoint | None:
     try:
         if not run.config.launch.shared_folder and (parts := restore.find_partial(run.directory)):
             return commit.read_manifest(parts[-1])
-        return resume_point.newest_readable(run.directory / "checkpoints").checkpoint
+        return resume_point.newest_readable(run.directory / placement.NAME).checkpoint
     except (CheckpointError, OSError):
         return None
 

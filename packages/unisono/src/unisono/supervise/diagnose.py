@@ -106,7 +106,7 @@ def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]
 
 def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:
     good: int | None = None
-    found = commit.find_checkpoints(folder / "checkpoints")
+    found = commit.find_checkpoints(folder / placement.NAME)
     for path in reversed(found):
         try:
             step = commit.open_checkpoint(path).step

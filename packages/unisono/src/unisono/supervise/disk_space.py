@@ -15,7 +15,7 @@ _OPTIMIZER_SLOTS = {"sgd": 1, "lion": 1, "adafactor": 0}  # optimizer arrays per
 
 def newest_size(folder: Path) -> int:
     """Return the size of a run's newest checkpoint in bytes; 0 if there is none."""
-    found = commit.find_checkpoints(folder / "checkpoints")
+    found = commit.find_checkpoints(folder / placement.NAME)
     return sum(path.stat().st_size for path in found[-1].iterdir()) if found else 0
 
 
@@ -42,7 +42,7 @@ def check_disk_space(folder: Path, config: RunConfig, size: int, count: int) -> 
     Raises:
         RunError: Saying how much space is needed and how much is free.
     """
-    there = len(commit.find_checkpoints(folder / "checkpoints"))
+    there = len(commit.find_checkpoints(folder / placement.NAME))
     more = min(count, max(1, config.checkpoint.keep + 1 - there))  # an old one is deleted once the new one is complete
     if more <= 0:
         return

@@ -102,7 +102,7 @@ def decide_resume_point(
     if newest.rejected and exact:
         raise CheckpointError(f"{newest.rejected[0].why} {EXACT_ADVICE}")
     if first is None and newest.rejected:
-        raise no_valid_checkpoint(folder / "checkpoints", newest.rejected)
+        raise no_valid_checkpoint(folder / placement.NAME, newest.rejected)
     if first is None:
         placement.refuse_lost(folder)
         if exact or config.run.resume == "must":
@@ -115,7 +115,7 @@ def decide_resume_point(
     def damaged(name: str, why: str) -> Candidate:
         return Candidate(name, parse_step(name), damage=why)
 
-    paths = commit.find_checkpoints(folder / "checkpoints")
+    paths = commit.find_checkpoints(folder / placement.NAME)
     candidate = _check_candidate(folder, config, here, first, steps, paths)
     if newest.refetched is not None:
         candidate = replace(candidate, refetched=(newest.refetched.why, newest.refetched.kept_as))
@@ -134,7 +134,7 @@ def decide_resume_point(
 
 def list_all(folder: Path) -> ResumePoint | None:
     """All checkpoints of a run, without comparing provenance, for read-only uses."""
-    names = [path.name for path in reversed(commit.find_checkpoints(folder / "checkpoints"))]
+    names = [path.name for path in reversed(commit.find_checkpoints(folder / placement.NAME))]
     return ResumePoint(tuple(Candidate(name, parse_step(name)) for name in names)) if names else None
 
 

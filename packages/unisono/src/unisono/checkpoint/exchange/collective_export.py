@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.exchange import export
 from unisono.config.schema.verbs import Export
@@ -95,7 +95,7 @@ def write_weights(run: Path, folder: Path, step: int, shards: Sequence[ArrayShar
     weights = [shard for shard in shards if shard.name.startswith(WEIGHT_PREFIXES)]
     # Through a checkpoint: it has every piece of every layout, and may be larger than the memory of one process.
     saved = commit.save_checkpoint(
-        folder / "checkpoints", commit.Snapshot(step, weights, {}, holds="model"), communicator, keep=1
+        folder / placement.NAME, commit.Snapshot(step, weights, {}, holds="model"), communicator, keep=1
     )
 
     def convert() -> None:

@@ -153,8 +153,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """
     if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml){pickle_hint(folder)}")
-    checkpoints = {parse_step(path.name): path for path in commit.find_checkpoints(folder / "checkpoints")}
-    known = commit.find_newest_step(folder / "checkpoints")
+    checkpoints = {parse_step(path.name): path for path in commit.find_checkpoints(folder / placement.NAME)}
+    known = commit.find_newest_step(folder / placement.NAME)
     if step is None and known is not None and known > max(checkpoints, default=-1):
         older = f", or choose an older one: step={max(checkpoints)}" if checkpoints else ""
         raise RunError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.manifest import Checkpoint, parse_step
 from unisono.checkpoint.remote import description, store_lock, upload
@@ -203,7 +203,7 @@ class Restore:
 
     def _find_checkpoint(self) -> None:
         """Find the newest intact checkpoint of the store that is newer than those of the folder."""
-        store, at = self.store, self.folder / CHECKPOINTS
+        store, at = self.store, self.folder / placement.NAME
         assert store is not None
         here = max((parse_step(path.name) for path in commit.find_checkpoints(at)), default=-1)
         self.partial = find_newest(store, at, here, self.skipped)
@@ -237,7 +237,7 @@ def _warn(text: str) -> None:
 
 def find_partial(folder: Path) -> list[Path]:
     """The partly downloaded checkpoint of a run's folder, if any: it has its manifest, but no final name yet."""
-    return sorted((folder / CHECKPOINTS).glob(f"{commit.PARTIAL}*"))
+    return sorted((folder / placement.NAME).glob(f"{commit.PARTIAL}*"))
 
 
 def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint | str | None:

@@ -27,7 +27,6 @@ from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.checkpoint.remote.upload_process import CHECKPOINTS
 from unisono.config.schema.run import Checkpoint, RunConfig
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
 from unisono.runtime.files import remove_folder
@@ -179,7 +178,7 @@ class Uploads:
         if late or (self._stopped and self._newest >= 0 and self.uploaded != self._newest):
             text = (
                 f"the checkpoint of step {self._newest} is not in {self._store.url} ({self._format_lag()}); it is "
-                f"complete in {self._folder / CHECKPOINTS}. Start the run again to upload it"
+                f"complete in {self._folder / placement.NAME}. Start the run again to upload it"
             )
             self._note(self._newest, {"upload": "missing"})
             if required and self._given.upload.required:
@@ -212,7 +211,7 @@ class Uploads:
         for path in left:
             if not _is_complete(path):  # interrupted while its files were linked
                 shutil.rmtree(path, ignore_errors=True)
-        found = [*left, *commit.find_checkpoints(self._folder / CHECKPOINTS)]
+        found = [*left, *commit.find_checkpoints(self._folder / placement.NAME)]
         found = [path for path in found if _is_complete(path)]
         if not found:
             self._send_order({})

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.remote import node_parts, store_lock
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
@@ -49,7 +49,7 @@ def describe_resume(run: ResolvedRun) -> dict[str, Any]:
         newest = run.resume.candidates[0]
         if newest.damage:
             raise CheckpointError(f"{newest.damage} Move it away on node 0, so that it is fetched from the store")
-        sha256 = commit.read_manifest(run.directory / "checkpoints" / newest.name).sha256
+        sha256 = commit.read_manifest(run.directory / placement.NAME / newest.name).sha256
     return {"owner": store_lock.read_local(run.directory), "manifest": sha256}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
 from unisono.launch.host import memory_allocators
@@ -270,6 +270,6 @@ def _import_path(reference: str) -> str:
 
 def _preempted_error(folder: Path) -> Preempted:
     """Return the error of a run whose processes were ended before they could react."""
-    newest = commit.find_newest_step(folder / "checkpoints")
+    newest = commit.find_newest_step(folder / placement.NAME)
     newest_text = f"the newest checkpoint is from step {newest}" if newest is not None else "there is no checkpoint yet"
     return Preempted(f"preempted before the processes could save; {newest_text}")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit, provenance, resume_point
+from unisono.checkpoint.core import commit, placement, provenance, resume_point
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.resume_point import NewestCheckpoint
 from unisono.checkpoint.remote import restore, upload
@@ -270,7 +270,7 @@ def _read_past(
     run_directory.refuse_unusable(config)
     store = upload.open_store(config) if held else None
     newest = resume_point.newest_readable(
-        directory / "checkpoints", None if store is None else partial(restore.refetch, store)
+        directory / placement.NAME, None if store is None else partial(restore.refetch, store)
     )
     if config.checkpoint.upload.url is not None and (partial_restores := restore.find_partial(directory)):
         newest = NewestCheckpoint(commit.read_manifest(partial_restores[-1]))

@@ -158,7 +158,7 @@ def hold_directory(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             taken = stack.enter_context(run_lock.hold_lock(folder))
             if taken.seized:  # the last owner can no longer finish what it was writing, even if it wakes up
-                commit.remove_leftovers(folder / "checkpoints")
+                commit.remove_leftovers(folder / placement.NAME)
         except OSError as error:
             raise _unwritable_error(folder, error) from error
         yield

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import Checkpoint, parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config import CONFIG_FILE, fingerprint
@@ -133,7 +133,7 @@ def replay(
     except OSError as error:
         raise RunError(f"{run}: cannot create a folder for the repeated steps: {error.strerror}") from error
     start.start_run(config)
-    again = commit.open_checkpoint(folder / "checkpoints" / after.path.name)
+    again = commit.open_checkpoint(folder / placement.NAME / after.path.name)
     then, now = _read_steps(run, made, after.step), _read_steps(folder, made, after.step)
     common = sorted(then.keys() & now.keys())
     step = next((n for n in common if then[n] != now[n]), None)
@@ -157,7 +157,7 @@ def replay(
 
 def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
     find_checkpoint(run, last or first or None)
-    steps = [parse_step(path.name) for path in commit.find_checkpoints(run / "checkpoints")]
+    steps = [parse_step(path.name) for path in commit.find_checkpoints(run / placement.NAME)]
     if last is None:
         last = min((step for step in steps if first is not None and step > first), default=steps[-1])
     if first is None:
@@ -201,7 +201,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
     if before is None:
         return folder, config
     try:
-        _link_checkpoint(before.path, folder / "checkpoints" / before.path.name)
+        _link_checkpoint(before.path, folder / placement.NAME / before.path.name)
         if (run / ledger.FOLDER).is_dir():
             safe_writing.copy_folder(run / ledger.FOLDER, folder / ledger.FOLDER)
         if falls:  # what was evaluated at the checkpoint is in its state, and not to be counted twice

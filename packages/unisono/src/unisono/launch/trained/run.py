@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.core import assets, commit, placement
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
 from unisono.checkpoint.remote.description import ASSETS
@@ -127,7 +127,7 @@ def open_run(
         )
     config = read_run(folder, task, overrides, trust=trust)
     opened = build_task(config)
-    if found := commit.find_checkpoints(folder / "checkpoints"):
+    if found := commit.find_checkpoints(folder / placement.NAME):
         assets.check(commit.read_manifest(found[-1]), folder)
     if (folder / ASSETS).is_dir():
         opened.load_assets(folder / ASSETS)

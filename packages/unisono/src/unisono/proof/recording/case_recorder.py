@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.config.batch_split import BatchSplit, rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.draws import restore_global_generators
@@ -318,11 +318,11 @@ class _CaseRun:
     def _save(self, updates: int) -> None:
         """Save a checkpoint after so many updates."""
         snapshot = commit.Snapshot(updates, self.engine.state(), {"step": updates})
-        commit.save_checkpoint(self.folder / "checkpoints", snapshot, self.communicator, keep=self.plan.steps)
+        commit.save_checkpoint(self.folder / placement.NAME, snapshot, self.communicator, keep=self.plan.steps)
 
     def _load(self, case: str, updates: int) -> None:
         """Load the checkpoint that a case has saved after so many updates."""
-        saved = commit.find_checkpoints(trace_folder(self.root, case) / "checkpoints")
+        saved = commit.find_checkpoints(trace_folder(self.root, case) / placement.NAME)
         checkpoint = commit.open_checkpoint(next(path for path in saved if commit.read_manifest(path).step == updates))
         self.engine.load(checkpoint.reader())
 
