@@ -235,19 +235,19 @@ class SwiGLU(eqx.Module):
     def __call__(self, x: Array) -> Array:
         """(…, features) -> the same; more features that are zeros stay zeros."""
         extra = x.shape[-1] - self.features
-        gate_up = Linear(jnp.pad(self.gate_up.weight, ((0, 0), (0, extra))))
+        # Two products: the gradient of one for both would be put together from its halves, by a copy.
+        gate, up = jnp.split(jnp.pad(self.gate_up.weight, ((0, 0), (0, extra))), 2)
         down = Linear(jnp.pad(self.down.weight, ((0, extra), (0, 0))))
-        made: Array = _gated_product(gate_up(x), down)
+        made: Array = _gated_product(Linear(gate)(x), Linear(up)(x), down)
         return made
 
 
 @jax.checkpoint
-def _gated_product(hidden: Array, down: Linear) -> Array:
+def _gated_product(gate: Array, up: Array, down: Linear) -> Array:
     """`down(silu(gate) · up)`, whose backward pass computes all that is element-wise again from gate and up.
 
     Otherwise five arrays of their size are kept: the gate's sigmoid, its derivative, and each factor.
     """
-    gate, up = jnp.split(hidden, 2, axis=-1)
     return down(jax.nn.silu(gate) * up)
 
 
@@ -300,8 +300,10 @@ def _turn(x: Array, turns: tuple[Array, Array]) -> Array:
 
 
 def _repeat(function: Callable[[Array], Array], x: Array, times: int) -> Array:
-    """A function applied so many times, as a scan: compiled once, whatever the number."""
-    return jax.lax.scan(lambda carried, _: (function(carried), None), x, None, length=times)[0]
+    """A function with a gradient applied so many times, and no loop: one copies what it keeps for the gradient."""
+    for _ in range(times):
+        x = function(x)
+    return x
 
 
 def _linear(key: Array, inputs: int, outputs: int) -> Linear:
