@@ -17,6 +17,7 @@ from unisono.runtime.console import say, terminal_width
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import load_config
 from unisono_plan import search as searching
+from unisono_plan import torch_trace
 from unisono_plan.estimate import for_shards
 from unisono_plan.hardware import parse_hardware
 from unisono_plan.plan import Plan, PlanSettings, make_plan
@@ -88,6 +89,28 @@ def test_lines_through_two_sizes_foretell_the_trace_of_a_third() -> None:
         memory = searching._memory(family, rows, float(every), 1, 8)
         assert memory["optimizer"] == pytest.approx(real.most["optimizer"], rel=0.03)
         assert memory["activations"] == pytest.approx(real.most["activations"], rel=0.1)
+
+
+def test_a_micro_batch_of_thousands_of_rows_is_foretold_by_traces_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a trace of it shows: FLOPs and bytes, memory at the peak, collectives."""
+    traced = list[int]()
+
+    def record(*given: Any) -> Trace:
+        traced.append(given[2].size)
+        return trace_step(*given)
+
+    trace_step = torch_trace.trace_torch_step
+    monkeypatch.setattr(torch_trace, "trace_torch_step", record)
+    words = ("train.global_batch=16384", "layout.strategy=fsdp")
+    found = plan(*words, hardware="h100x2").configured
+    assert max(traced) == 1024, "a row has 128 numbers"
+    real = trace("train.precision=bf16", rows=8192, world_size=2)
+    assert found.flops == real.work["flops"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert found.work[phase].flops == real.recording.work[phase].flops
+        assert found.work[phase].other_bytes == pytest.approx(real.recording.work[phase].other_bytes, rel=1e-3)
+    assert found.memory == pytest.approx(sum(real.recording.peak.values()), rel=0.01)
+    assert list(found.collectives) == real.recording.collectives
 
 
 @pytest.mark.parametrize("shards", [2, 4])

@@ -22,9 +22,12 @@ from unisono.task import Task, run_setup
 from unisono.task_config import build_task
 from unisono_plan.estimate import Conditions, Estimate, estimate_traced
 from unisono_plan.hardware import Hardware, parse_hardware
-from unisono_plan.recording import Trace
+from unisono_plan.recording import Trace, extend
 from unisono_plan.search import search
 
+# Numbers in the largest array of a micro-batch that is traced in torch, or rows if these are more. Further rows are
+# alike, and a loss that goes through its tokens in chunks takes the longer to trace the more there are.
+_MOST_NUMBERS, _MOST_ROWS = 1 << 17, 64
 _TRIED = 3  # of the best layouts, if what is traced of one does not fit after all
 
 
@@ -79,16 +82,20 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
     task = build_task(config)
     rows = _Rows(task, config)
     run_setup(task)
-    micro = rows.micro_batch(split.micro_batch)
+    in_jax = config.layout.engine == "jax"
+    most = split.micro_batch if in_jax else _most_rows(rows.micro_batch(min(split.micro_batch, _MOST_ROWS)))
+    micro = rows.micro_batch(min(split.micro_batch, most))
     trace_step = _choose_tracer(task, config)
 
     def trace(changes: dict[str, Any], size: int, passes: int = 1) -> Trace:
+        if size > most:
+            return extend(trace(changes, most // 2, passes), trace(changes, most, passes), size)
         layout = config.layout.model_copy(update={**changes, "micro_batch": size})
         return trace_step(config.model_copy(update={"layout": layout}), rows.micro_batch(size), passes)
 
     seen = trace({}, split.micro_batch, split.passes)
-    work = {name: value / split.micro_batch for name, value in micro.work.items()}
-    conditions = Conditions(hardware, config.train.precision, rows.seconds, work, config.layout.engine == "jax")
+    work = {name: value / micro.size for name, value in micro.work.items()}
+    conditions = Conditions(hardware, config.train.precision, rows.seconds, work, in_jax)
     configured = estimate_traced(seen, config.layout, split.passes, conditions)
     best, found = None, list[Estimate]()
     if settings.search:
@@ -96,8 +103,18 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
             trace, config.layout, split.passes * split.micro_batch, split.micro_batch, conditions, seen.parameters
         )
         best = _trace_best(trace, found, configured, conditions)
-    shapes = {name: tuple(value.shape) for name, value in micro.arrays.items() if hasattr(value, "shape")}
+    shapes = {
+        name: tuple(value.shape if value.shape[:1] != (micro.size,) else (split.micro_batch, *value.shape[1:]))
+        for name, value in micro.arrays.items()
+        if hasattr(value, "shape")
+    }
     return Plan(config, hardware, seen.parameters, configured, best, len(found), rows.seconds, shapes)
+
+
+def _most_rows(micro: MicroBatch) -> int:
+    """Rows of the largest micro-batch that is traced, from one of this kind."""
+    largest = max((value.size for value in micro.arrays.values() if hasattr(value, "__array_interface__")), default=1)
+    return max(_MOST_ROWS, _MOST_NUMBERS * micro.size // max(1, largest))
 
 
 def _choose_tracer(task: Task, config: RunConfig) -> Callable[[RunConfig, MicroBatch, int], Trace]:

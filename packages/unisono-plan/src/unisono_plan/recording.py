@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
@@ -70,6 +71,7 @@ class Recording:
     Attributes:
         peak: Bytes by kind at the moment when most were in use.
         most: The largest number of bytes of each kind, which need not have been in use at the same time.
+        fullest: Bytes by kind at the moment when most activations were in use: the peak of larger micro-batches.
         held: Bytes by kind at the end of the last forward pass: what the backward pass needs.
         work: By phase.
         collectives: In the order of the calls.
@@ -77,6 +79,7 @@ class Recording:
 
     peak: dict[Kind, int] = field(default_factory=dict)
     most: dict[Kind, int] = field(default_factory=dict)
+    fullest: dict[Kind, int] = field(default_factory=dict)
     held: dict[Kind, int] = field(default_factory=dict)
     work: dict[Phase, Work] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
@@ -99,3 +102,27 @@ class Trace:
     rows: int
     parameters: int
     work: dict[str, float]
+
+
+def extend(few: Trace, more: Trace, rows: int) -> Trace:
+    """What a micro-batch of more rows would show, by lines through two of its kind, for all that is counted."""
+    times = (rows - few.rows) / (more.rows - few.rows)
+
+    def line(one: float, other: float) -> int:
+        return max(0, round(one + times * (other - one)))
+
+    def bytes_of(one: Mapping[Kind, int], other: Mapping[Kind, int]) -> dict[Kind, int]:
+        return {kind: line(one.get(kind, 0), other.get(kind, 0)) for kind in {*one, *other}}
+
+    one, other = few.recording, more.recording
+    fullest = bytes_of(one.fullest, other.fullest)
+    recording = Recording(
+        max(other.peak, fullest, key=lambda found: sum(found.values())),
+        bytes_of(one.most, other.most),
+        fullest,
+        bytes_of(one.held, other.held),
+        {phase: work + (other.work[phase] + work * -1) * times for phase, work in one.work.items()},
+        [replace(a, size=line(a.size, b.size)) for a, b in zip(one.collectives, other.collectives, strict=True)],
+    )
+    work = {name: value + times * (more.work[name] - value) for name, value in few.work.items()}
+    return Trace(recording, few.passes, rows, few.parameters, work)

@@ -106,6 +106,8 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _note_peak(self) -> None:
         most = self.recording.most
+        if self._now["activations"] > most.get("activations", 0):
+            self.recording.fullest = self.in_use
         for kind, size in self._now.items():
             if size > most.get(kind, 0):
                 most[kind] = size
