@@ -172,8 +172,24 @@ def test_a_ledger_that_was_tampered_with_fails(run: Path, change: str) -> None:
 def test_a_missing_file_fails(run: Path) -> None:
     (run / "ledger" / "rank-00001.jsonl").unlink()
     report = _audited(run, checkpoint=6)
-    assert "the start from step 0 has no ledger of ranks [1]" in report.faults
+    assert "the start from step 0 has no ledger of ranks 1" in report.faults
     assert "step 0: no process built rows 6 to 11" in report.faults
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"world_size": 2**62}, f"the start from step 2 has no ledger of ranks 1 to {2**62 - 1}"),
+        ({"first": 2**62}, f"steps 23 to {2**62 - 1} have no lines"),
+    ],
+)
+def test_a_start_that_claims_any_number_of_ranks_or_steps_is_told_at_once(
+    run: Path, values: dict[str, int], says: str
+) -> None:
+    """Each of them was looked for by itself, for ever, in the memory of all: anybody may have written the ledger."""
+    lines = _lines(run)
+    _write(run, [_edited(line, **values) if '"first":2' in line else line for line in lines], chained=True)
+    assert says in _audited(run, checkpoint=6).faults
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from unisono.data.loading import checksum
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.order.plan import Plan, SampleIndices
 from unisono.data.order.planning import build_plan, build_source
-from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, format_ranges
+from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, format_stretches
 from unisono.runtime.rng import key
 from unisono.task import Source, Task
 from unisono.task_config import build_task, read_run
@@ -150,16 +151,24 @@ def check_starts(
     counted: dict[int, list[LedgerLine]] = {}
     again: dict[int, list[list[LedgerLine]]] = {}
     for number, start in enumerate(starts):
-        if absent := sorted(set(range(start.world_size)) - start.lines.keys()):
-            report.faults.append(f"the start from step {start.first} has no ledger of ranks {absent}")
+        ranks = [rank for rank in sorted(start.lines) if rank < start.world_size]
+        absent = _gaps([-1, *ranks, start.world_size])
+        if absent:
+            report.faults.append(f"the start from step {start.first} has no ledger of ranks {format_stretches(absent)}")
         until = min((later.first for later in starts[number + 1 :]), default=None)
         if until is None:  # interrupted: steps that not every process has recorded will be repeated on resume
-            until = max(checkpoint, min((_last_step(start, rank) for rank in range(start.world_size)), default=0))
+            ends = [start.first] if absent else [_last_step(start, rank) for rank in ranks]
+            until = max(checkpoint, min(ends, default=0))
         by_step: dict[int, list[LedgerLine]] = {}
         for line in (line for lines in start.lines.values() for line in lines):
             by_step.setdefault(line.step, []).append(line)
-        for step in range(start.first, until):
-            counted[step] = by_step.pop(step, [])
+        recorded = [step for step in sorted(by_step) if start.first <= step < until]
+        for first, last in _gaps([start.first - 1, *recorded, until]):  # a forged ledger may claim any number of steps
+            shown = min(last, first + _MAX_SHOWN - 1)
+            counted |= {step: [] for step in range(first, shown + 1)}
+            if shown < last:
+                report.faults.append(f"steps {shown + 1} to {last} have no lines")
+        counted |= {step: by_step.pop(step) for step in recorded}
         for step, lines in by_step.items():
             again.setdefault(step, []).append(lines)
     for step in sorted(counted.keys() | again.keys()):
@@ -173,8 +182,8 @@ def check_starts(
             _check_samples(step, lines, planned, report)
         for lines in again.get(step, []):
             _check_repeats(step, lines, counted.get(step), plan.rows(step), report)
-    if missing := [step for step in range(max(counted, default=-1) + 1) if step not in counted]:
-        report.faults.append(f"steps {format_ranges(missing)} are missing")
+    if missing := _gaps([-1, *sorted(counted)]):
+        report.faults.append(f"steps {format_stretches(missing)} are missing")
     report.steps = len(counted)
     report.samples = sum(line.samples for lines in counted.values() for line in lines)
     report.masked = [
@@ -225,6 +234,11 @@ def _drop_unusable(task: Task, taken: SampleIndices, pieces: Sequence[Any]) -> t
         except BadSamplesError as error:
             good[[first + number for number in error.reasons]] = False
     return taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
+
+
+def _gaps(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last number of each stretch that is left out between ascending numbers."""
+    return [(before + 1, after - 1) for before, after in pairwise(numbers) if after - before > 1]
 
 
 def _last_step(start: RunStart, rank: int) -> int:

@@ -279,5 +279,10 @@ def format_ranges(numbers: Iterable[int]) -> str:
     >>> format_ranges([0, 1, 2, 5, 7, 8])
     '0 to 2, 5, 7 to 8'
     """
-    texts = [f"{first}" if first == last else f"{first} to {last}" for first, last in find_stretches(numbers)]
+    return format_stretches(find_stretches(numbers))
+
+
+def format_stretches(stretches: Iterable[tuple[int, int]]) -> str:
+    """Format ranges by their first and last numbers, at most five of them."""
+    texts = [f"{first}" if first == last else f"{first} to {last}" for first, last in stretches]
     return ", ".join(texts[:5]) + (", …" if len(texts) > 5 else "")
