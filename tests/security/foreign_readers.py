@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from unisono.runtime.errors import DataError, UnisonoError
-from unisono.runtime.untrusted import hdf5
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What reads foreign bytes.
-
-    Attributes:
-        make: writes an honest file into a folder; returns it.
-        read: reads it, as the product does.
-        refuses: whether what is wrong is an error; else it is passed over.
-        seal: makes bytes of changed JSON that pass the file's own hash; None for a file that is not JSON.
-    """
-
-    make: Callable[[Path], Path]
-    read: Callable[[Path], object]
-    seal: Callable[[Any], bytes] | None = None
-    refuses: bool = True
-
-
-def plain(value: Any) -> bytes:
-    """JSON as it is."""
-    return json.dumps(value).encode()
+from tests.security import forms, recipe_readers, thrift
+from tests.security.mutations import Form
+from tests.security.reader import Reader, pickle_in_copy
+from unisono.runtime.errors import UnisonoError
 
 
 def _manifest() -> Reader:
@@ -56,7 +34,7 @@ def _manifest() -> Reader:
         value.pop("sha256", None)
         return manifest.encode(value)
 
-    return Reader(lambda folder: save(folder / "checkpoints", 4) / manifest.NAME, read, seal)
+    return Reader(lambda folder: save(folder / "checkpoints", 4) / manifest.NAME, read, forms.sealed(seal))
 
 
 def _tensors(folder: Path, name: str = "model.safetensors") -> Path:
@@ -84,7 +62,7 @@ def _read_tensors(folder: Path) -> None:
 
 
 def _safetensors() -> Reader:
-    return Reader(_tensors, _read_tensors)
+    return Reader(_tensors, _read_tensors, forms.SAFETENSORS)
 
 
 def _index() -> Reader:
@@ -95,7 +73,7 @@ def _index() -> Reader:
         path.write_text(json.dumps({"metadata": {"total_size": 32}, "weight_map": where}))
         return path
 
-    return Reader(make, _read_tensors, plain)
+    return Reader(make, _read_tensors, forms.JSON)
 
 
 def _run_json() -> Reader:
@@ -122,7 +100,7 @@ def _run_json() -> Reader:
         restore._fetch_description(ObjectStore(f"file://{folder}"), target, None)
         assert all(path.resolve().is_relative_to(target.resolve()) for path in target.rglob("*"))
 
-    return Reader(make, read, plain)
+    return Reader(make, read, forms.JSON)
 
 
 def _store_objects(file: str, value: Any, refuses: bool = True) -> Callable[[], Reader]:
@@ -140,7 +118,7 @@ def _store_objects(file: str, value: Any, refuses: bool = True) -> Callable[[], 
         store_lock._parse_heartbeat(store.get(store_lock.ALIVE) or b"")
         store_lock.read_local(folder)
 
-    return lambda: Reader(make, read, plain, refuses)
+    return lambda: Reader(make, read, forms.JSON, refuses)
 
 
 def _run_folder(file: str, text: str) -> Callable[[], Reader]:
@@ -166,7 +144,7 @@ def _run_folder(file: str, text: str) -> Callable[[], Reader]:
         run_lock.find_holder(folder)
         str(select_fault(folder / "logs", {0: 1}))
 
-    return lambda: Reader(make, read, plain if file.endswith(".json") else None, refuses=False)
+    return lambda: Reader(make, read, forms.JSON if file.endswith(".json") else forms.JSON_LINES, refuses=False)
 
 
 FAULT = {
@@ -185,6 +163,7 @@ FINDING = {
     "ranks": {"0": {"at": "compute", "pid": 7, "where": "a.py:3"}},
 }  # fmt: skip
 EVENTS = '{"step": 1, "loss": 1.0}\n{"step": 1, "restart": 1, "why": "x"}\n{"step": 2, "eval": true, "loss": 3}\n'
+UNPACKED = 1 << 30  # bytes that a block of a binary table may always have, as docs/security.md says
 LEASE = {"host": "a", "machine": "m", "pid": 1, "born": "1", "released": False, "interval": 3.0}
 
 
@@ -209,7 +188,7 @@ def _meeting() -> Reader:
             line.close()
         writer.join()
 
-    return Reader(make, read, refuses=False)
+    return Reader(make, read, forms.JSON_LINES, refuses=False)
 
 
 def _pour(link: socket.socket, content: bytes) -> None:
@@ -235,7 +214,7 @@ def _yaml() -> Reader:
         with suppress(UnisonoError):
             foreign_run.resolve_task(folder)
 
-    return Reader(make, read)
+    return Reader(make, read, forms.YAML)
 
 
 def _own_yaml() -> Reader:
@@ -246,110 +225,10 @@ def _own_yaml() -> Reader:
         (folder / "mine.yaml").write_text(text)
         return folder / "mine.yaml"
 
-    return Reader(make, lambda folder: compose("mine", config_dir=folder))
+    return Reader(make, lambda folder: compose("mine", config_dir=folder), forms.YAML)
 
 
-def _biom(version: int) -> Callable[[], Reader]:
-    from unisono_microbiome.study import table
-
-    def make(folder: Path) -> Path:
-        import biom
-        import h5py
-
-        made = biom.Table(np.array([[1, 2], [0, 3]]), ["t1", "t2"], ["s1", "s2"])
-        path = folder / "a.biom"
-        if version == 2:
-            with h5py.File(path, "w") as file:
-                made.to_hdf5(file, "fuzz")
-        else:
-            path.write_text(made.to_json("fuzz"))
-        return path
-
-    return lambda: Reader(make, lambda folder: table.read_table(folder / "a.biom"), plain if version == 1 else None)
-
-
-def _biom_index() -> Reader:
-    """The matrix of a BIOM 2 table alone, whose three arrays are what a forged table lies in."""
-    import h5py
-
-    from unisono_microbiome.study import table
-
-    honest = _biom(2)()
-    names = ("indptr", "indices", "data")
-
-    def make(folder: Path) -> Path:
-        with h5py.File(honest.make(folder), "r") as file:
-            arrays = {name: file[f"sample/matrix/{name}"][:].tolist() for name in names}
-        (folder / "arrays.json").write_text(json.dumps(arrays))
-        return folder / "arrays.json"
-
-    def read(folder: Path) -> object:
-        try:
-            arrays = json.loads((folder / "arrays.json").read_text())
-            with h5py.File(folder / "a.biom", "r+") as file:
-                for name in names:
-                    del file[f"sample/matrix/{name}"]
-                    file[f"sample/matrix/{name}"] = np.array(arrays[name])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, OSError):
-            raise DataError("not an HDF5 file, so not of interest here") from None
-        return table.read_table(folder / "a.biom")
-
-    return Reader(make, read, plain)
-
-
-def fork(path: Path, wait: float) -> str | None:
-    """What the process that checks HDF5 files answers, by a fork of this one."""
-    import h5py  # noqa: F401 - before the fork
-
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        with suppress(BaseException):
-            os.write(write, b"!" + hdf5.check_within_limits(str(path)).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as answers:
-        answer = answers.read()
-    os.waitpid(child, 0)
-    return answer[1:].decode() if answer else None
-
-
-def _metadata() -> Reader:
-    from unisono_microbiome.study import metadata
-
-    def make(folder: Path) -> Path:
-        (folder / "a.tsv").write_text('#SampleID\tage\tsite\ns1\t3\tgut\n# a comment\ns2\t4.5\t"skin"\n')
-        return folder / "a.tsv"
-
-    return Reader(make, lambda folder: metadata.read_metadata(folder / "a.tsv", "data.metadata"))
-
-
-def _artifact() -> Reader:
-    from unisono_microbiome.study import artifacts, metadata
-
-    def make(folder: Path) -> Path:
-        columns = {"sample-id": ["s1", "s2"], "age": [3.0, 4.5], "site": ["gut", "skin"]}
-        return artifacts.write_metadata(folder / "a.qza", columns)
-
-    return Reader(make, lambda folder: metadata.read_metadata(folder / "a.qza", "data.metadata"))
-
-
-def _recordings(name: str, text: str) -> Callable[[], Reader]:
-    def make(folder: Path) -> Path:
-        (folder / name).write_text(text)
-        (folder / "a.wav").touch()
-        (folder / "b.wav").touch()
-        return folder / name
-
-    def read(folder: Path) -> None:
-        from unisono_audio.sources import open_recordings
-
-        source = open_recordings(folder / name, audio="audio", key="PATH")
-        _ = [source.record(row) for row in range(min(9, len(source)))] if hasattr(source, "record") else len(source)
-
-    return lambda: Reader(make, read, plain if name.endswith(".json") else None)
-
-
-def _source(name: str) -> Callable[[], Reader]:
+def _source(name: str, form: Form, budget: int = 64 << 20) -> Callable[[], Reader]:
     """A file of rows, opened and read whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -392,7 +271,7 @@ def _source(name: str) -> Callable[[], Reader]:
         for row in range(min(50, len(source))):
             _ = source[row]
 
-    return lambda: Reader(make, read)
+    return lambda: Reader(make, read, form, budget=budget)
 
 
 def _datasets() -> Reader:
@@ -416,7 +295,7 @@ def _datasets() -> Reader:
 
         len(open_source(folder))
 
-    return Reader(make, read, plain)
+    return Reader(make, read, forms.JSON)
 
 
 def _prepared() -> Reader:
@@ -434,13 +313,91 @@ def _prepared() -> Reader:
         found.verify()
         _ = [found[row].sum() for row in range(min(9, len(found)))], found.lengths
 
-    return Reader(make, read, plain)
+    return Reader(make, read, forms.JSON)
+
+
+def _ledger() -> Reader:
+    """The ledger of a run of two processes, one file of it, compared with the plan."""
+    from packages.unisono.tests.data import made
+    from unisono.data import ledger
+
+    task = made.Augmented()
+    rows, of = task.data(), made.plan()
+
+    def make(folder: Path) -> Path:
+        made.recorded(task, folder, 0, 3, 2, start="a")
+        made.recorded(task, folder, 2, of.steps, 2, start="b")
+        return folder / ledger.FOLDER / "rank-00000.jsonl"
+
+    def read(folder: Path) -> None:
+        str(made.audited(folder, of, task, rows, remake=1))
+        ledger.find_fault(folder, "rank-00000.jsonl", {"bytes": 500, "chain": "0" * 16})
+
+    return Reader(make, read, forms.LEDGER, refuses=False)
+
+
+def _fingerprint() -> Reader:
+    """What an earlier start noted of its data, as `unisono resume` and `list` read it."""
+    from types import SimpleNamespace
+
+    from unisono.launch.resolving import run_directory
+    from unisono.supervise import run_facts
+
+    facts = {"rows": 9, "steps": 3, "sources": ["a"], "fingerprint": "f" * 16, "order": {"seed": 0}}
+
+    def make(folder: Path) -> Path:
+        (folder / "files.json").write_text(json.dumps({"": [{"name": "a.csv", "rows": 9, "digest": "0"}]}))
+        (folder / "config.yaml").write_text("recipe: a.py:B\ntrain: {steps: 9}\noptim: {kind: adamw}\n")
+        (folder / "fingerprint.json").write_text(json.dumps({"data": facts, "code": "0" * 16}))
+        return folder / "fingerprint.json"
+
+    def read(folder: Path) -> None:
+        run_facts.read_run_facts(folder)
+        run_directory.refuse_other_data(folder, cast(Any, SimpleNamespace(facts=facts, files={"": []})))
+
+    return Reader(make, read, forms.JSON)
+
+
+def _mark() -> Reader:
+    """The mark of a run that somebody else has sealed with a key that this user has."""
+    from unisono.config.code import own_runs
+
+    config = {"recipe": "language", "seed": 0}
+
+    def make(folder: Path) -> Path:
+        own_runs.mark_run(folder, config)
+        return folder / own_runs.MARK_FILE
+
+    def seal(value: Any) -> bytes:
+        with suppress(TypeError, KeyError, AttributeError):
+            value["mac"] = own_runs._sign(own_runs._read_key() or b"", value["files"])
+        return json.dumps(value).encode()
+
+    return Reader(make, lambda folder: own_runs.why_not_own(folder, config), forms.sealed(seal), refuses=False)
+
+
+def _pickle() -> Reader:
+    import torch
+
+    from unisono.checkpoint.exchange.pickle_import import import_weights
+    from unisono.config.schema.verbs import Import
+
+    def make(folder: Path) -> Path:
+        inner = {"a": torch.zeros(2, 3), "b": torch.arange(4), "c": torch.zeros(3, 2, dtype=torch.bfloat16).T}
+        torch.save({**inner, "step": 3, "names": ["x", 1.5, None]}, folder / "a.pt")
+        return folder / "a.pt"
+
+    def read(folder: Path) -> None:
+        import_weights(folder / "a.pt", Import(out=folder / "a.safetensors"))
+
+    return Reader(make, read, forms.PT, in_copy=pickle_in_copy)
 
 
 READERS: dict[str, Callable[[], Reader]] = {
     "manifest": _manifest,
     "safetensors": _safetensors,
     "index": _index,
+    "torch.save": _pickle,
     "run.json": _run_json,
     "checkpoints.json": _store_objects(
         "checkpoints.json", {"step-00000004": {"loss": 1.0}, "step-00000008": None}, False
@@ -450,22 +407,19 @@ READERS: dict[str, Callable[[], Reader]] = {
     "fault record": _run_folder("logs/rank-00000.fault.json", json.dumps(FAULT)),
     "finding": _run_folder("logs/monitor-node-0.json", json.dumps(FINDING)),
     "lease": _run_folder("lease/00000001.json", json.dumps(LEASE)),
+    "fingerprint": _fingerprint,
+    "mark": _mark,
+    "ledger": _ledger,
     "meeting": _meeting,
     "config.yaml": _yaml,
     "YAML of the user": _own_yaml,
-    "BIOM 1": _biom(1),
-    "BIOM 2": _biom(2),
-    "BIOM 2, index": _biom_index,
-    "metadata": _metadata,
-    "QIIME 2 artifact": _artifact,
-    "recordings.csv": _recordings("a.csv", "audio,label\na.wav,1\nb.wav,2\n"),
-    "recordings.json": _recordings("a.json", '{"data": [{"audio": "a.wav", "label": 1}, {"audio": "b.wav"}]}'),
-    "npy": _source("a.npy"),
-    "Arrow file": _source("file.arrow"),
-    "Arrow stream": _source("stream.arrow"),
-    "Parquet": _source("a.parquet"),
-    "JSON Lines": _source("a.jsonl"),
-    "CSV": _source("a.csv"),
+    "npy": _source("a.npy", forms.NPY),
+    "Arrow file": _source("file.arrow", forms.arrow(True), UNPACKED),
+    "Arrow stream": _source("stream.arrow", forms.arrow(False), UNPACKED),
+    "Parquet": _source("a.parquet", thrift.PARQUET, UNPACKED),
+    "JSON Lines": _source("a.jsonl", forms.JSON_LINES),
+    "CSV": _source("a.csv", forms.table(",")),
     "dataset_dict.json": _datasets,
     "prepared data": _prepared,
+    **recipe_readers.READERS,
 }

@@ -1,24 +1,24 @@
-"""Mutations of the bytes that somebody else may have written, given to every reader of them.
+"""Mutations of what somebody else may have written, given to every reader of it.
 
     python -m tests.security.fuzz --count 20000 [READER …]
 
-A reader may refuse what it is given with an error of ours and in no other way, within 5 seconds, and in an address
-space that is at most 2 GB larger than before. Each reader has a process of its own, which says where it ended if it
-does.
+A reader may refuse what it is given with an error of ours and in no other way, within 5 seconds of processor time, and
+in memory that grows by no more than its budget meanwhile. Each reader has a process of its own, a copy of one that has
+imported it; what ends that process is noted, and the next one goes on behind it.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import faulthandler
 import io
-import json
+import mmap
 import os
 import random
 import resource
 import shutil
-import subprocess
+import signal
+import struct
 import sys
 import tempfile
 import time
@@ -26,155 +26,221 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tests.security.foreign_readers import READERS, fork
+from tests.security.foreign_readers import READERS
+from tests.security.mutations import mutated
 from unisono.runtime.errors import UnisonoError
-from unisono.runtime.untrusted import hdf5
 
-FIELDS = tuple(
-    n.to_bytes(8, "little", signed=True) for n in (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
-)
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # 20,000 folders on a disk take ten times as long
-SECONDS, MEMORY = 5.0, 2 << 30
-ODD: tuple[Any, ...] = (
-    None, True, -1, -5, 2**31, 2**63, 2**64, 1e300, float("nan"), float("inf"), int("9" * 4000), "", "x" * 5000,
-    "../../x",
-    "/etc/passwd", "a\x1b[2J\n", "\ud800", "\0", [], {}, [[]], {"a": {}}, [None] * 9, "step-99999999999999999999",
-    "F99",
-)  # fmt: skip
-TOKENS = (b"\0", b"\xff" * 8, b"-5", b"1e300", b"9" * 5000, b"18446744073709551616", b"[" * 2000, b'{"a":' * 2000,
-b"NaN",
-          b"null", b"\xed\xa0\x80", b"\\ud800", b'"', b"}", b",", b"\n", b"\t", b"&a [*a]", b"!!python/object", b"${a}",
-          b"\x7f\xff\xff\xff")  # fmt: skip
+SECONDS, WAIT = 5.0, 300  # of the processor; of the clock, for what waits for something that never comes
+ADDRESSES = 6 << 30  # bytes that the process may reserve besides, so that no mutation takes the machine's memory
+_SHOWN = 1000  # findings that are kept of a process
 
 
-def mutated(content: bytes, chance: random.Random, seal: Callable[[Any], bytes] | None) -> bytes:
-    """One to four changes: of single bytes, of stretches, of values where it is JSON, and of fields.
+@dataclass
+class Outcome:
+    """What came of the mutations of one reader.
 
-    A field is a number of 4 or 8 bytes, as the headers and indices of binary formats have it; it becomes 0, -1, huge,
-    or another field's value, which flips of single bits seldom make of it.
+    Attributes:
+        wrong: what it did that it may not, each with the number that makes it again.
+        structural: mutations that were changed in their values and sealed again.
+        read: mutations that were read.
+        refused: with an error of ours.
+        grown: bytes that one of them took at most.
     """
-    if seal is not None and chance.random() < 0.6:
-        with suppress(ValueError):
-            value = json.loads(content)
-            for _ in range(chance.randint(1, 2)):
-                value = _changed(value, chance)
-            return seal(value)
-    data = bytearray(content)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(data) + 1) if chance.random() < 0.7 else min(len(data), chance.randrange(64))
-        kind = chance.randrange(8)
-        if kind == 0 and at < len(data):
-            data[at] ^= 1 << chance.randrange(8)
-        elif kind == 1:
-            data[at:at] = chance.choice(TOKENS)
-        elif kind == 2:
-            token = chance.choice(TOKENS)
-            data[at : at + len(token)] = token
-        elif kind == 3:
-            del data[at : at + chance.choice((1, 4, 8, 100))]
-        elif kind == 4:
-            data[at : at + 8] = chance.randbytes(8)
-        elif kind >= 6 and len(data) >= 16:
-            size = chance.choice((4, 8))
-            here, there = (chance.randrange(len(data) // size) * size for _ in range(2))
-            data[here : here + size] = chance.choice((*(n[:size] for n in FIELDS), bytes(data[there : there + size])))
-        else:
-            del data[at:]
-    return bytes(data)
+
+    wrong: list[str] = field(default_factory=list)
+    structural: int = 0
+    read: int = 0
+    refused: int = 0
+    grown: int = 0
+
+    def numbers(self) -> tuple[int, ...]:
+        """All but the texts."""
+        return self.structural, self.read, self.refused, self.grown
+
+    def add(self, numbers: tuple[int, ...]) -> None:
+        """Add the numbers of another process."""
+        structural, read, refused, grown = numbers
+        self.structural, self.grown = self.structural + structural, max(self.grown, grown)
+        self.read, self.refused = self.read + read, self.refused + refused
 
 
-def _changed(value: Any, chance: random.Random) -> Any:
-    """A nested value with one place changed."""
-    places: list[tuple[Any, Any]] = []
-    pending = [value]
-    while pending:
-        at = pending.pop()
-        keys = list(at) if isinstance(at, dict) else range(len(at)) if isinstance(at, list) else ()
-        places += [(at, key) for key in keys]
-        pending += [at[key] for key in keys]
-    if not places:
-        return copy.deepcopy(chance.choice(ODD))
-    holder, key = chance.choice(places)
-    kind = chance.random()
-    if kind < 0.2:  # what another place has
-        other, name = chance.choice(places)
-        holder[key] = copy.deepcopy(other[name])
-    elif kind < 0.7:
-        holder[key] = copy.deepcopy(chance.choice(ODD))  # or what is changed in it later is changed in all that follow
-    elif kind < 0.85 or isinstance(holder, list):
-        del holder[key]
-    else:
-        holder[str(chance.choice(ODD))] = holder.pop(key)
-    return value
-
-
-def fuzz(name: str, count: int, seed: int = 0, note: Callable[[int], None] = lambda _: None) -> list[str]:
-    """Give a reader mutations; returns what it did that it may not, each with the number that makes it again.
+def fuzz(
+    name: str,
+    count: int,
+    seed: int = 0,
+    before: Callable[[int, Outcome], None] = lambda *_: None,
+    found: Callable[[str], None] = lambda _: None,
+    place: str | None = _MEMORY,
+) -> Outcome:
+    """Give a reader mutations in this process.
 
     Args:
         name: of `READERS`.
         count: of mutations.
         seed: of the first; mutation n is that of seed + n alone.
-        note: takes the number of each mutation before it is read.
+        before: takes the number of each mutation before it is read, and what came of the others.
+        found: takes what is wrong when it is found.
+        place: for a folder; None for that of temporary files.
     """
-    reader, wrong, outcomes = READERS[name](), [], Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="unisono-fuzz-", dir=_MEMORY) as folder, warnings.catch_warnings():
+    reader, outcome = READERS[name](), Outcome()
+
+    def note(number: int, what: str) -> None:
+        outcome.wrong.append(f"{name} {number}: {what}")
+        found(outcome.wrong[-1])
+
+    with tempfile.TemporaryDirectory(prefix="unisono-fuzz-", dir=place) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        os.environ["UNISONO_CACHE"] = f"{folder}/cache"
+        os.environ["UNISONO_CACHE"], os.environ["XDG_STATE_HOME"] = f"{folder}/cache", f"{folder}/state"
         honest = Path(folder) / "honest"
         honest.mkdir()
         file = reader.make(honest)
         content, where = file.read_bytes(), file.relative_to(honest)
-        reader.read(honest)  # which must be read, or nothing is shown
         tried = Path(folder) / "tried"
+        # What is not changed must be read, also where it was taken apart and sealed, or nothing is shown.
+        for same in (content, reader.form.seal(reader.form.parse(content)) if reader.form else content):
+            _lay_out(honest, tried, where, same)
+            reader.read(tried)
         for number in range(seed, seed + count):
-            note(number)
-            shutil.rmtree(tried, ignore_errors=True)
-            shutil.copytree(honest, tried)
-            (tried / where).write_bytes(mutated(content, random.Random(f"{name} {number}"), reader.seal))
-            began = time.process_time()  # on a machine with other work the clock says nothing of a reader
+            before(number, outcome)
+            given, structural = mutated(content, random.Random(f"{name} {number}"), reader.form)
+            _lay_out(honest, tried, where, given)
+            outcome.structural += structural
+            began, resident = time.process_time(), _reset_peak()  # on a busy machine the clock says nothing of a reader
             try:
                 with redirect_stderr(io.StringIO()):
                     reader.read(tried)
-                outcomes["read"] += 1
+                outcome.read += 1
             except UnisonoError:
-                outcomes["refused"] += 1
+                outcome.refused += 1
             except BaseException as error:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                ours = [f for f in traceback.extract_tb(error.__traceback__) if "/unisono/" in f.filename]
-                at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else f"{last.filename}:{last.lineno}"
-                wrong.append(f"{name} {number}: {type(error).__name__} at {at}: {str(error)[:150]!r}")
+                note(number, _describe(error))
+            grown = _status("VmHWM") - resident
+            outcome.grown = max(outcome.grown, grown)
+            if grown > max(reader.budget, 4 * len(given)):
+                note(number, f"memory: {grown >> 20} MB, of {len(given)} bytes")
             if (took := time.process_time() - began) > SECONDS:
-                wrong.append(f"{name} {number}: {took:.1f} s")
-    if reader.refuses and count >= 50 and not outcomes["refused"]:
-        wrong.append(f"{name}: nothing was refused, so nothing was shown")
-    return wrong
+                note(number, f"time: {took:.1f} s of the processor")
+    if reader.refuses and count >= 50 and not outcome.refused:
+        note(seed, "nothing was refused, so nothing was shown")
+    return outcome
 
 
-def _child(name: str, first: int, count: int) -> int:
-    """One reader, in a process whose address space is bounded; says where it is before each mutation."""
-    READERS[name]()  # what it imports is not of its memory
-    hdf5._ask_process = fork  # 20,000 processes that import h5py would take hours
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    fuzz(name, 3)
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY + (4 << 30),) * 2)  # threads of libraries reserve some GB
-    place = Path(os.environ["FUZZ_PLACE"])
+def _lay_out(honest: Path, tried: Path, where: Path, content: bytes) -> None:
+    """The honest folder, with another file in it."""
+    shutil.rmtree(tried, ignore_errors=True)
+    if honest / where.name == honest / where and len(os.listdir(honest)) == 1:  # noqa: PTH208 - a third of the time
+        tried.mkdir()
+    else:
+        shutil.copytree(honest, tried)
+    (tried / where).write_bytes(content)
 
-    def note(number: int) -> None:
-        if number % 20 == 0:
-            faulthandler.dump_traceback_later(60, exit=True)
-        place.write_text(str(number))
 
-    wrong = fuzz(name, count, first, note)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    for line in wrong[:2000]:
-        print(line)
-    print(f"peak {peak:.0f} MB", file=sys.stderr)
-    return int(bool(wrong))
+def _describe(error: BaseException) -> str:
+    """An error and the last of our lines that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([f for f in frames if "/src/unisono" in f.filename] or frames)[-1]
+    return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {str(error)[:150]!r}"
+
+
+def _status(key: str) -> int:
+    """Bytes of memory of this process, by a key of /proc/self/status."""
+    content = Path("/proc/self/status").read_bytes()
+    at = content.index(key.encode()) + len(key) + 1
+    return int(content[at : content.index(b"kB", at)]) << 10
+
+
+def _reset_peak() -> int:
+    """Have the kernel count the peak of memory anew; returns what is in use."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+_NUMBERS = struct.Struct("5q")  # of what a child shares: the number of the mutation, and the numbers of its outcome
+
+
+def fuzz_apart(name: str, count: int, first: int = 0) -> Outcome:
+    """Give a reader mutations in copies of this process, each of which goes on behind what ended the one before.
+
+    Args:
+        name: of `READERS`.
+        count: of mutations.
+        first: number of the first one.
+    """
+    READERS[name]()  # what it imports is imported once
+    whole, end = Outcome(), first + count
+    while first < end:
+        with (
+            mmap.mmap(-1, _NUMBERS.size) as shared,
+            tempfile.TemporaryFile() as said,
+            tempfile.TemporaryFile() as died,
+            tempfile.TemporaryDirectory(prefix="unisono-fuzz-", dir=_MEMORY) as place,
+        ):
+            _NUMBERS.pack_into(shared, 0, -1, 0, 0, 0, 0)
+            if not (child := os.fork()):
+                _go_on(name, first, end, shared, said.fileno(), died.fileno(), place)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            at, *numbers = _NUMBERS.unpack_from(shared)
+            whole.add(tuple(numbers))
+            said.seek(0), died.seek(0)
+            whole.wrong += said.read().decode().splitlines()
+            if at == end:
+                break
+            why = died.read().decode(errors="replace")
+            how = f"more than {SECONDS:g} s of the processor" if status == -signal.SIGPROF else f"ended with {status}"
+            if at < 0:
+                whole.wrong.append(f"{name} {first}: honest: was not read: {_last_calls(why)}")
+                break
+            whole.wrong.append(f"{name} {at}: {'time' if 's of the' in how else 'process'}: {how}: {_last_calls(why)}")
+            first = at + 1
+    return whole
+
+
+def _go_on(name: str, first: int, end: int, shared: mmap.mmap, said: int, died: int, place: str) -> None:
+    """What the copy does."""
+    status = 1
+    try:
+        os.dup2(died, 2)
+        faulthandler.enable(died)
+        faulthandler.register(signal.SIGPROF, died, chain=True)  # shows where it is, and then ends it
+        lines = 0
+
+        parent = os.getppid()
+
+        def before(number: int, outcome: Outcome) -> None:
+            if os.getppid() != parent:
+                os._exit(1)  # nobody waits for the rest
+            _NUMBERS.pack_into(shared, 0, number, *outcome.numbers())
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            faulthandler.dump_traceback_later(WAIT, exit=True, file=died)
+
+        def found(line: str) -> None:
+            nonlocal lines
+            lines += 1
+            if lines <= _SHOWN:
+                os.write(said, f"{line.encode('unicode_escape').decode()}\n".encode())
+
+        with READERS[name]().in_copy():  # 20,000 processes that import h5py or torch would take hours
+            size = _status("VmSize")
+            resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESSES,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            outcome = fuzz(name, end - first, first, before, found, place)
+        _NUMBERS.pack_into(shared, 0, end, *outcome.numbers())
+        status = 0
+    except BaseException:
+        os.write(died, traceback.format_exc().encode(errors="replace"))
+    finally:
+        os._exit(status)
+
+
+def _last_calls(text: str) -> str:
+    """The innermost calls of what faulthandler wrote, or the end of a traceback."""
+    calls = [" ".join(line.split()) for line in text.splitlines() if line.strip().startswith("File")]
+    return " < ".join(calls[:4])[:600] if "most recent call first" in text else text.strip()[-600:]
 
 
 def main() -> int:
@@ -183,41 +249,29 @@ def main() -> int:
     parser.add_argument("readers", nargs="*", default=list(READERS))
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--child", action="store_true")
     asked = parser.parse_args()
-    if asked.child:
-        return _child(asked.readers[0], asked.first, asked.count)
     failed = False
     for name in asked.readers:
-        with tempfile.NamedTemporaryFile() as place:
-            first, end = asked.first, asked.first + asked.count
-            lines: list[str] = []
-            began, peaks = time.monotonic(), ""
-            while first < end:  # a process that was ended goes on behind what ended it
-                command = [sys.executable, "-m", "tests.security.fuzz", name, "--child"]
-                words = ["--first", str(first), "--count", str(end - first)]
-                done = subprocess.run(
-                    [*command, *words], env={**os.environ, "FUZZ_PLACE": place.name}, capture_output=True, text=True
-                )
-                lines += done.stdout.splitlines()
-                peaks = (done.stderr.strip().splitlines() or [""])[-1]
-                if done.returncode in (0, 1) and peaks.startswith("peak"):
-                    break
-                at = int(Path(place.name).read_text() or first)
-                lines.append(f"{name} {at}: the process ended with {done.returncode}: {done.stderr[-800:]}")
-                first = at + 1
-        kinds = Counter(" ".join(line.split(": ")[1].split()[:3]) for line in lines)
+        began = os.times()
+        outcome = fuzz_apart(name, asked.count, asked.first)
+        now = os.times()
+        seconds = sum(now[:4]) - sum(began[:4])
         print(
-            f"{name}: {asked.count} mutations, {len(lines)} wrong, {peaks}, {time.monotonic() - began:.0f} s",
+            f"{name}: {asked.count} mutations from {asked.first}, {outcome.structural} structural, "
+            f"{outcome.read} read, {outcome.refused} refused, {len(outcome.wrong)} wrong, "
+            f"{outcome.grown / 1e6:.0f} MB at most, {seconds:.0f} s of the processor, {now[4] - began[4]:.0f} s",
             flush=True,
         )
-        for kind, times in kinds.most_common(12):
-            print(
-                f"    {times} × {next(line for line in lines if kind in ' '.join(line.split(': ')[1].split()[:3]))}",
-                flush=True,
-            )
-        failed |= bool(lines)
+        kinds = Counter(_kind(line) for line in outcome.wrong)
+        for kind, times in kinds.most_common(20):
+            print(f"    {times} × {next(line for line in outcome.wrong if kind == _kind(line))}", flush=True)
+        failed |= bool(outcome.wrong)
     return int(failed)
+
+
+def _kind(line: str) -> str:
+    """What findings of one cause have in common: an error and its place, else what was exceeded."""
+    return " ".join(line.split(": ")[1].split()[:3])
 
 
 if __name__ == "__main__":

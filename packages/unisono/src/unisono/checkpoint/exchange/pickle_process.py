@@ -30,6 +30,7 @@ _NO_NEW_PRIVILEGES, _DEATH_SIGNAL = 38, 1
 # What reading a damaged file raises.
 _DAMAGED = (
     RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, zipfile.BadZipFile,
+    AssertionError, OverflowError, struct.error,
 )  # fmt: skip
 _MEMORY_BYTES = 16 << 30  # bytes of addresses for Python, torch and a block, besides the file
 

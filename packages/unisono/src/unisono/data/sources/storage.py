@@ -19,6 +19,7 @@ import pyarrow as pa
 from unisono.runtime.code.native_errors import wrap_native_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions, is_remote, open_remote, stream_remote
+from unisono.runtime.text import format_bytes
 from unisono.runtime.untrusted import safe_paths
 
 _READ_AHEAD = 1 << 20  # bytes that are unpacked at a time
@@ -123,7 +124,7 @@ class File:
         """
         if size > max(_TABLE_FREE, _RATIO * self.size):
             raise DataError(
-                f"{self.path}: {what} unpacks to {size / 1e9:.1f} GB, more than {_TABLE_FREE >> 30} GiB and than "
+                f"{self.path}: {what} unpacks to {format_bytes(size)}, more than {format_bytes(_TABLE_FREE)} and than "
                 f"{_RATIO} times the file's {self.size} bytes. It was not read; if it is intended, write the file "
                 "again with smaller blocks"
             )
