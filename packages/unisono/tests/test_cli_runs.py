@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -284,6 +286,27 @@ def test_clean_of_a_run_that_it_refuses_does_not_succeed(littered: Path, unisono
     code, _, error = unisono("clean", littered, "--yes")
     assert (code, "is a link, and nothing is removed where it leads" in error) == (2, True)
     assert unisono("clean", "--yes")[0] == 0  # of several, the others are cleaned
+
+
+def test_clean_goes_on_to_the_next_run_where_one_cannot_be_locked(
+    littered: Path, unisono: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """A traceback, as of the run of another user, and those behind it were not cleaned."""
+    shutil.copytree(littered, littered.with_name("b"))
+    before, real = sorted(littered.rglob("*")), run_lock.hold_lock
+
+    def hold(folder: Path) -> Any:
+        if folder.name == "a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(run_lock, "hold_lock", hold)
+    code, told, error = unisono("clean", "--yes")
+    assert (code, "runs/a is left as it is: [Errno 13] Permission denied" in error) == (0, True), error
+    assert "removed; " in told and unisono("clean", "runs/b", "--yes")[1].startswith("there is nothing to remove")
+    assert [path for path in before if not path.exists()] == []
+    code, _, error = unisono("clean", littered, "--yes")
+    assert (code, "runs/a could not be cleaned: [Errno 13] Permission denied" in error) == (2, True), error
 
 
 def test_a_run_that_trains_is_never_cleaned(littered: Path, unisono: Command):

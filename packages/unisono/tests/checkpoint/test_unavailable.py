@@ -17,14 +17,18 @@ from packages.unisono.tests.checkpoint.saved import Threads, load, save
 from packages.unisono.tests.data.test_ledger import kept
 from packages.unisono.tests.runs import configuration
 from unisono.checkpoint.core import commit, leftovers, resume
+from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.checkpoint.core.resume_point import newest_readable
+from unisono.checkpoint.remote.upload import Uploads
 from unisono.config import fingerprint
 from unisono.config.resolved_run import Candidate, ResolvedRun, ResumePoint
 from unisono.data import ledger
+from unisono.launch import exit_advice
 from unisono.observe.events import Events
 from unisono.runtime import files
 from unisono.runtime.communication.communicator import SingleProcess
-from unisono.runtime.errors import CheckpointError, RecordError, SaveError, UnavailableError
+from unisono.runtime.errors import CheckpointError, DataError, Preempted, RecordError, SaveError, UnavailableError
+from unisono.supervise import diagnose
 
 Call = Callable[..., Any]
 
@@ -169,3 +173,56 @@ def test_what_cannot_be_seen_is_not_cleaned(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     with failing(errno.ESTALE, "manifest.json", "open"), pytest.raises(UnavailableError):
         leftovers.find_leftovers(run, 1)
+
+
+@contextmanager
+def unreadable(name: str) -> Iterator[None]:
+    """A checkpoint whose manifest cannot be read now, wherever that is read."""
+    real = commit.read_manifest
+
+    def read(path: Path) -> Checkpoint:
+        if path.name == name:
+            raise UnavailableError(f"{path} cannot be read now (Permission denied)")
+        return real(path)
+
+    with mock.patch.object(commit, "read_manifest", read):
+        yield
+
+
+def test_a_failed_run_whose_checkpoints_cannot_be_seen_keeps_its_error_and_is_resumed(tmp_path: Path) -> None:
+    """The error was replaced by that of the look; one of the file system was taken for "no checkpoint yet"."""
+    folder = tmp_path / "a" / "checkpoints"
+    folder.parent.mkdir()
+    save(folder, 8)
+    (tmp_path / "a" / "events.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
+    run = ResolvedRun(configuration(run={"dir": tmp_path, "name": "a"}), tmp_path / "a", command=("train", "x"))
+    for error in (DataError("row 7"), Preempted("preempted")):
+        with unreadable("step-00000008"), pytest.raises(type(error)) as caught, exit_advice.explain_exit(run):
+            raise error
+        told = str(caught.value)
+        assert told.startswith(str(error)) and "Resume with:" in told and "no checkpoint" not in told.lower()
+    with unreadable("step-00000008"):
+        advice = exit_advice.resume_advice(run)
+    assert advice.startswith(f"{folder}/step-00000008 cannot be read now (Permission denied). Resume with:")
+
+
+def test_the_rest_of_a_diagnosis_is_told_where_checkpoints_cannot_be_read(tmp_path: Path) -> None:
+    """`unisono diagnose` ended with that error alone, of a run of somebody else."""
+    (tmp_path / "config.yaml").write_text("train: {steps: 8}\n")
+    (tmp_path / "events.jsonl").write_text('{"step": 6, "loss": 1.0}\n')
+    save(tmp_path / "checkpoints", 4)
+    with failing(errno.EACCES, "manifest.json", "open"):
+        lines = diagnose.diagnose_run(tmp_path)
+    assert lines[0].startswith(f"{tmp_path}: 6 of 8 steps done")
+    assert any("manifest.json cannot be read now (Permission denied)" in line for line in lines)
+    assert not any("not saved" in line or "no usable checkpoint" in line for line in lines)
+
+
+def test_an_older_checkpoint_that_cannot_be_read_hinders_no_upload(tmp_path: Path) -> None:
+    """The start of a run with a store ended there, though only the newest checkpoint is uploaded."""
+    save(tmp_path / "checkpoints", 4)
+    newest = save(tmp_path / "checkpoints", 8)
+    uploads = mock.Mock(_pending=tmp_path / "uploading", _folder=tmp_path)
+    with unreadable("step-00000004"):
+        Uploads._resume_pending(uploads)
+    uploads.enqueue.assert_called_once_with(newest)

@@ -51,3 +51,22 @@ def test_settings_of_adapters_are_copied_without_modules_that_they_name(tmp_path
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text()) == {
         "r": 10**9, "target_modules": "(a+)+$"
     }  # fmt: skip
+
+
+def test_what_peft_writes_of_every_adapter_is_no_code_of_its_author(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was warned of `megatron_core`, which names Megatron by default."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"auto_mapping": None, "megatron_core": "megatron.core"}))
+    assert hf_config.read_settings(tmp_path, "adapter_config.json") == {}
+    assert caplog.messages == []
+
+
+def test_of_settings_of_generation_nothing_is_said_to_be_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library reads the file itself, with all that is in it."""
+    folder = model(tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"max_length": 9, "attn_implementation": "a/kernel"}))
+    hf_config.open_folder(folder, "model.path")
+    assert caplog.messages == []

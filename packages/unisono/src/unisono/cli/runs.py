@@ -197,11 +197,18 @@ def _clean(parsed: argparse.Namespace) -> int:
     if not parsed.yes and not _confirm():
         say("nothing was removed")
         return 0
+    freed = 0
     for run, inside in found.items():
-        with run_lock.hold_lock(run):
-            for one in inside:
-                leftovers.remove(one)
-    say(f"removed; {format_bytes(sum(sizes.values()))} are free")
+        try:
+            with run_lock.hold_lock(run):
+                for one in inside:
+                    leftovers.remove(one)
+                    freed += sizes[one]
+        except (OSError, RunError) as error:  # of another user, or started meanwhile
+            if run == parsed.folder:
+                raise RunError(f"{run} could not be cleaned: {error}") from error
+            say(f"{run} is left as it is: {error}", error=True)
+    say(f"removed; {format_bytes(freed)} are free")
     return 0
 
 

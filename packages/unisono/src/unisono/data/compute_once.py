@@ -76,9 +76,8 @@ def compute_once(
             return load(folder)
     except OSError as error:
         root = cache or cache_dir()
-        if isinstance(error.filename, str | bytes) and not (named := Path(os.fsdecode(error.filename))).is_relative_to(
-            root
-        ):  # of what `make` reads
+        named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else root
+        if not named.is_relative_to(root):  # of what `make` reads
             raise DataError(f"{named} cannot be used ({error.strerror or error})") from error
         raise DataError(
             f"the cache {root} cannot be used ({error.strerror or error}); set data.cache or $UNISONO_CACHE to "

@@ -6,7 +6,7 @@ Nothing is promised unchecked: if there is no checkpoint, the message says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from unisono.checkpoint.core import commit, placement, resume_point
 from unisono.checkpoint.core.commit import Checkpoint
@@ -19,6 +19,7 @@ from unisono.runtime.errors import (
     Interrupted,
     MemoryExhaustedError,
     Preempted,
+    UnavailableError,
     UnisonoError,
 )
 
@@ -40,7 +41,9 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
         raise Interrupted(f"interrupted. {resume_advice(run, launcher)}") from error
     except UnisonoError as error:
         if error.exit_code == Preempted.exit_code:  # its own message says what is saved
-            verb = "Resume" if _newest_checkpoint(run) is not None else "Start over"
+            verb = "Resume"
+            with suppress(UnavailableError):
+                verb = "Resume" if _newest_checkpoint(run) is not None else "Start over"
             error.args = (f"{error}. {_format_command(verb, run, launcher)}",)
         elif isinstance(error, MemoryExhaustedError):
             error.args = (f"{error}\n{out_of_memory_advice(run, error.random, launcher)}",)
@@ -55,7 +58,10 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
 
 def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
     """Name the newest checkpoint and the command that resumes from it."""
-    newest = _newest_checkpoint(run)
+    try:
+        newest = _newest_checkpoint(run)
+    except UnavailableError as error:  # of which nothing may be said but that
+        return f"{error}. {_format_command('Resume', run, launcher)}"
     if newest is None:
         return f"There is no checkpoint yet. {_format_command('Start over', run, launcher)}"
     if newest.holds == "model":
@@ -92,7 +98,11 @@ def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = 
 
 
 def _newest_checkpoint(run: ResolvedRun) -> Checkpoint | None:
-    """Return the newest checkpoint whose manifest is readable."""
+    """Return the newest checkpoint whose manifest is readable.
+
+    Raises:
+        UnavailableError: If that cannot be seen now.
+    """
     try:
         if not run.config.launch.shared_folder and (parts := restore.find_partial(run.directory)):
             return commit.read_manifest(parts[-1])

@@ -11,7 +11,7 @@ from unisono.checkpoint.core import commit, placement
 from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.observe import events
-from unisono.runtime.errors import CheckpointError, RunError, explain_command
+from unisono.runtime.errors import CheckpointError, RunError, UnavailableError, explain_command
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import records, run_facts
@@ -106,18 +106,23 @@ def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]
 
 def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:
     good: int | None = None
-    found = commit.find_checkpoints(folder / placement.NAME)
-    for path in reversed(found):
-        try:
-            step = commit.open_checkpoint(path).step
-        except CheckpointError as error:
-            yield f"{path.name} is damaged: {error}"
-            continue
-        if good is None:
-            good = step
-            yield f"{path.name} is the newest good checkpoint: the hashes of all its files match"
-        else:
-            yield f"{path.name} is good"
+    try:
+        found = commit.find_checkpoints(folder / placement.NAME)
+        for path in reversed(found):
+            try:
+                step = commit.open_checkpoint(path).step
+            except CheckpointError as error:
+                yield f"{path.name} is damaged: {error}"
+                continue
+            if good is None:
+                good = step
+                yield f"{path.name} is the newest good checkpoint: the hashes of all its files match"
+            else:
+                yield f"{path.name} is good"
+    except UnavailableError as error:
+        yield str(error)
+        if good is None:  # so nobody knows what is lost
+            return
     if not found:
         try:
             placement.refuse_lost(folder)

@@ -21,7 +21,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
-from unisono.runtime.errors import CheckpointError, FormatError, RunError
+from unisono.runtime.errors import CheckpointError, FormatError, RunError, UnavailableError
 from unisono.training import loop
 
 
@@ -286,6 +286,23 @@ def test_a_run_whose_checkpoints_were_deleted_is_refused_and_keeps_its_events(cu
 def test_a_run_that_must_go_on_is_refused_where_there_is_nothing(tmp_path: Path, how: str) -> None:
     with pytest.raises(RunError, match=f"has no checkpoint to resume from, and run.resume={how};"):
         run(tmp_path / "test", config(how=how))
+
+
+def test_an_older_checkpoint_that_cannot_be_read_now_hinders_no_start(
+    cut: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not even needed, and ended the start."""
+    real = commit.read_manifest
+
+    def read(path: Path) -> Checkpoint:
+        if path.name == "step-00000001":
+            raise UnavailableError(f"{path} cannot be read now (Permission denied)")
+        return real(path)
+
+    monkeypatch.setattr(commit, "read_manifest", read)
+    run(cut, config())
+    assert final(cut) == final(finished)
+    assert names(cut) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
 
 
 def test_an_exact_run_goes_on_where_nothing_has_changed(cut: Path, finished: Path) -> None:

@@ -18,7 +18,7 @@ from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.core.provenance import Provenance, ProvenanceDifference
 from unisono.config.resolved_run import Candidate, ResumePoint
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.errors import CheckpointError, FormatError, RunError
+from unisono.runtime.errors import CheckpointError, FormatError, RunError, UnavailableError
 
 log = logging.getLogger(__name__)
 # Fetches a damaged checkpoint from a store; returns where the damaged copy is now, or None and why it could not.
@@ -122,7 +122,11 @@ def decide_resume_point(
     candidates = [*(damaged(one.name, one.why) for one in newest.rejected), candidate]
     for path in reversed(paths if not exact else []):
         if parse_step(path.name) < first.step:
-            older, why = _try_open(partial(commit.read_manifest, path))
+            try:
+                older, why = _try_open(partial(commit.read_manifest, path))
+            except UnavailableError as error:  # not needed while a newer one is intact, and never passed over
+                log.warning("%s", error)
+                break
             if older is None:
                 candidates.append(damaged(path.name, why))
                 continue

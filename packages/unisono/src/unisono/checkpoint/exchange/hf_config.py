@@ -41,7 +41,10 @@ _CODE_KEYS = frozenset({
     "_attn_implementation", "_attn_implementation_internal", "_experts_implementation",
     "_experts_implementation_internal", "_commit_hash",
 })  # fmt: skip
-_HARMLESS_KEYS = frozenset({"eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", None})
+# What such settings have by default; of `megatron_core` any adapter that PEFT writes.
+_HARMLESS_VALUES = frozenset({
+    "eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", "megatron.core", None
+})  # fmt: skip
 
 
 def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
@@ -51,16 +54,19 @@ def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         OSError: where it is missing, or no regular file of that folder.
         CheckpointError: where it is no JSON object.
     """
+    kept, dropped = without_code(_read_object(folder, name))
+    if dropped:
+        _warn_dropped(str(folder / name), tuple(dropped))
+    return kept
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
-        values = safe_paths.read_json(folder, name, Object, LARGEST)
+        return safe_paths.read_json(folder, name, Object, LARGEST)
     except ValueError as error:
         if isinstance(error, OSError):
             raise
         raise CheckpointError(f"{folder / name} is not a JSON object with settings: {one_line(error)}") from error
-    kept, dropped = without_code(values)
-    if dropped:
-        _warn_dropped(str(folder / name), tuple(dropped))
-    return kept
 
 
 def read_config(folder: Path) -> Any:
@@ -118,7 +124,7 @@ def open_folder(folder: Path, key: str) -> Any:
         )
     try:
         if os.path.lexists(folder / _GENERATION):
-            read_settings(folder, _GENERATION)
+            _read_object(folder, _GENERATION)  # as it is, since the library reads it itself
         check_weights(folder)
     except (OSError, UnisonoError) as error:
         raise ConfigError(f"{key}: {error}") from error
@@ -217,7 +223,7 @@ def without_code(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     dropped: list[str] = []
     for name, value in values.items():
         if name in _CODE_KEYS:
-            if not (isinstance(value, str | None) and value in _HARMLESS_KEYS) and name != "_commit_hash":
+            if not (isinstance(value, str | None) and value in _HARMLESS_VALUES) and name != "_commit_hash":
                 dropped.append(one_line(name))
         elif isinstance(value, dict):
             kept[name], inner = without_code(value)

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +212,8 @@ class Uploads:
         for path in left:
             if not _is_complete(path):  # interrupted while its files were linked
                 shutil.rmtree(path, ignore_errors=True)
-        found = [*left, *commit.find_checkpoints(self._folder / placement.NAME)]
-        found = [path for path in found if _is_complete(path)]
+        here = reversed(commit.find_checkpoints(self._folder / placement.NAME))
+        found = [path for path in left if _is_complete(path)] + list(islice(filter(_is_complete, here), 1))
         if not found:
             self._send_order({})
             return
