@@ -53,7 +53,7 @@ class View:
 
 class Counting:
     def __init__(self, count: Callable[[Any], float]) -> None:
-        self.counts = lambda arrays: {"term": float(count(arrays["x"]))}
+        self.counts = lambda arrays: {"*": float(count(arrays["x"]))}
 
 
 def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len, kind: type[View] = View) -> RunFacts:
@@ -157,6 +157,17 @@ def test_a_loss_whose_history_has_settled_on_these_rows_is_another_after_others(
         return float(x.sum() / mean[0])
 
     assert probed(loss).unstable_loss
+
+
+def test_a_term_that_rounding_alone_moves_away_from_zero_repeats_and_is_no_statistic() -> None:
+    """The distance to what was said of a row before is 0 at first, and the square of rounding for other neighbours."""
+    calls = iter(range(100))
+
+    class Two(View):
+        def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+            return {"term": float(micro.arrays["x"].sum()), "agree": 1e-33 * next(calls)}
+
+    assert probed(np.sum, kind=Two) == RunFacts()
 
 
 def test_a_loss_that_changes_its_batch_is_no_other_for_that() -> None:

@@ -88,6 +88,20 @@ def test_a_model_that_reads_a_row_beside_a_row_in_a_later_step_says_in_which() -
     assert found.neighbours and found.dependent.startswith("in step 3, and not in step 1, outputs() lets a row see")
 
 
+def test_a_loss_that_remembers_rows_and_shows_it_once_weights_have_changed_does_not_repeat() -> None:
+    """An average of what was said of a row is that of this process; with the first weights it is what is said now."""
+    task: Any = SimpleNamespace(past=0.0, counts=Counting(len).counts)
+
+    def loss(x: Any) -> float:
+        task.past = 0.5 * task.past + 0.5 * x.mean()
+        return float(np.square(x - task.past).sum())
+
+    trial = Trial(Buffered(loss, same), task, micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9)  # type: ignore[arg-type]
+    probe_late(facts := RunFacts(), trial, 3)
+    assert facts.unstable_loss.startswith("in step 3, and not in step 1, 'term' of the same outputs came to")
+    assert facts.unstable_loss.endswith("it changes self.past")
+
+
 @pytest.mark.parametrize(("change", "reads", "carried"), [(mean, True, ["b"]), (mean, False, []), (count, True, [])])
 def test_a_memory_of_rows_that_is_read_only_from_a_later_step_on_is_found_there(
     change: Any, reads: bool, carried: list[str]

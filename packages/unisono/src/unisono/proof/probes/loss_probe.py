@@ -36,11 +36,13 @@ def probe_loss(facts: RunFacts, trial: Trial) -> None:
         overwritten = next(changed, "")
         if once and micro.size > 1:  # what is remembered of the same rows alone may have settled by now
             trial.sums(trial.take(range(micro.size // 2)))
-        again = repeat_call(
-            task, repeat, lambda made: all(is_equal(value, made[name], floor) for name, value in once.items())
-        )
+
+        def is_same(made: Mapping[str, float], name: str) -> bool:
+            return is_equal(once[name], made[name], floor) or _is_rounding([once, made], name, floor)
+
+        again = repeat_call(task, repeat, lambda made: all(is_same(made, name) for name in once))
         for name, value in once.items():
-            if not is_equal(value, again[name], floor):
+            if not is_same(again, name):
                 said = f"'{name}' of the same outputs came to {value:.6g} and then to {again[name]:.6g}"
                 facts.unstable_loss = f"{said}; {describe_state(task, repeat, None)}"
                 return
@@ -55,6 +57,8 @@ def probe_loss(facts: RunFacts, trial: Trial) -> None:
         others = [_of_rows(trial, order)[0] for order in (rows[::-1], (rows[1], rows[0], *rows[2:]))]
         kinds = {}
         for name in once:
+            if _is_rounding([sums for sums, _ in found.values()], name, floor):
+                continue
             sums, counts = ({subset: values[i][name] for subset, values in found.items()} for i in (0, 1))
             # Else it draws, or depends on the places of rows.
             at_places = all(is_equal(turned[name], sums[rows], floor) for turned in others)
@@ -63,6 +67,12 @@ def probe_loss(facts: RunFacts, trial: Trial) -> None:
         facts.additivity = {name: kind for name, kind in kinds.items() if kind}
         if {"statistic", "number"} & {*kinds.values()}:
             facts.by_number = _find_by_number(trial, rows)
+
+
+def _is_rounding(found: Sequence[Mapping[str, float]], name: str, floor: float) -> bool:
+    """Whether a term is what the square of rounding leaves of zero beside the others: it follows no rule."""
+    largest = max(abs(value) for sums in found for value in sums.values())
+    return all(abs(sums[name]) <= floor**2 * largest for sums in found)
 
 
 def _kind(sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], float], floor: float) -> str:
