@@ -76,6 +76,20 @@ def test_what_differs_first_names_the_function_that_makes_it(tmp_path: Path) -> 
     assert "  made by: loss() at task.py:12" in format_verdicts([judged], [])
 
 
+def test_parameters_that_a_first_pass_has_changed_are_not_said_to_be_made_by_build(tmp_path: Path) -> None:
+    def known(facts: RunFacts, tensors: Any) -> None:
+        facts.places = {"build": "task.py:5", "outputs": "task.py:9"}
+        facts.changed_by_passes = "passes alone, without an update, change w"
+
+    def other(facts: RunFacts, tensors: Any) -> None:
+        tensors["initial parameters", None]["w"] += 1.0
+
+    cases = [Case("one", 1, {}, "fp64"), Case("two", 2, {}, "fp64", "one")]
+    traces = {"one": trace(tmp_path / "one", 1, known), "two": trace(tmp_path / "two", 2, other)}
+    (judged,), _ = judgement.judge_cases(cases, traces, adaptive=False)
+    assert (judged.first.quantity, judged.place) == ("initial parameters", "outputs() at task.py:9")
+
+
 @pytest.mark.parametrize(("called", "mark"), [("", "ABSTAIN"), ("A mean of means", "FAIL")])
 def test_a_refused_layout_says_nothing_and_a_refused_loss_fails(tmp_path: Path, called: str, mark: str) -> None:
     """A loss over the hardest half of its rows is refused as a mean where each micro-batch has one row."""

@@ -64,7 +64,10 @@ def _find_place(verdict: Verdict, proof: _Proof) -> str:
     root = _root_reference(next(one for one in proof.every if one.name == verdict.case), proof.every)
     if verdict.first is None or root.name not in proof.traces or ".py:" in known or ", line " in known:
         return ""
-    return describe_makers(verdict.first.quantity, proof.traces[root.name].facts.places)
+    facts, quantity = proof.traces[root.name].facts, verdict.first.quantity
+    # The first pass of all, before the first step, may have changed what build() has made.
+    is_changed = quantity == "initial parameters" and facts.changed_by_passes
+    return describe_makers("outputs" if is_changed else quantity, facts.places)
 
 
 def _find_untried_layouts(root: str, every: list[Case], verdicts: list[Verdict]) -> str:
