@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from unisono.runtime.communication.communicator import ProcessInfo
+from unisono.runtime.text import join_names
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,14 @@ class Buffers:
         layers = [name for name in layers if name not in synchronised]
         self.local = _buffers_of(model, layers)
         if layers and process.world_size > 1:
+            of_rows = [name for name in layers if not isinstance(norms[name], _BatchNorm)]  # instance normalisation
             log.warning(
-                "Batch normalisation keeps running statistics in %s. Each process updates its own from "
-                "its own micro-batches, so evaluated and saved statistics differ from a run on one process. With "
-                "layout.sync_batch_norm=true they agree.",
+                "Normalisation keeps running statistics in %s. Each process updates its own from "
+                "its own micro-batches, so evaluated and saved statistics differ from a run on one process. %s",
                 layers[0] if len(layers) == 1 else f"{len(layers)} layers (first: {layers[0]})",
+                f"Set track_running_stats=False in {join_names(of_rows, 3)}."
+                if of_rows
+                else "With layout.sync_batch_norm=true they agree.",
             )
 
     @property
