@@ -517,11 +517,11 @@ def test_a_sample_that_the_next_one_is_written_into_is_told_with_the_attribute_t
     assert probe_samples(task, task.data(), 0, ALL) == ""
 
 
-def near(loss: Callable[[Any], float], collate: Any = None) -> RunFacts:
+def near(loss: Callable[[Any], float], collate: Any = None, kind: type[View] = View) -> RunFacts:
     task = Rows(collate=collate)
     samples = task.data()
     micro = MicroBatch(0, np.arange(4), task.collate(samples), {}, {})
-    view: Any = View(loss)
+    view: Any = kind(loss)
     facts = RunFacts()
     probe_neighbours(facts, Trial(view, task, micro, {}, 1e-9), samples)
     return facts
@@ -580,3 +580,17 @@ def test_a_batch_that_is_normalised_gives_rows_other_numbers() -> None:
 def test_a_batch_whose_rows_are_sorted_has_the_same_loss() -> None:
     found = near(np.sum, lambda samples: {"x": np.array(sorted((len(one["x"]) for one in samples), reverse=True))})
     assert not found.padding and not found.collated
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_a_state_of_rows_does_not_follow_rows_that_collate_sorts(is_sorted: bool) -> None:
+    class Carrying(View):
+        def carry(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Any]:
+            return {"hidden": micro.arrays["x"]}
+
+    def collate(samples: Any) -> Any:
+        lengths = [len(one["x"]) for one in samples]
+        return {"x": np.array(sorted(lengths, reverse=True) if is_sorted else lengths)}
+
+    found = near(np.sum, collate, Carrying).carry_by_neighbours
+    assert found.startswith("collate() puts rows into an order of its own") if is_sorted else not found

@@ -14,6 +14,10 @@ from unisono.proof.recording.trace import RunFacts
 from unisono.task import expand_counts
 
 _ROWS = 4  # that are tried alone
+_REORDERED = (
+    "collate() puts rows into an order of its own (sorted by length?): the state of a place goes to whatever row it "
+    "puts there, which depends on the rows beside it; keep the order of the samples"
+)
 
 
 def probe_neighbours(facts: RunFacts, trial: Trial, samples: Sequence[Any]) -> None:
@@ -35,6 +39,8 @@ def probe_neighbours(facts: RunFacts, trial: Trial, samples: Sequence[Any]) -> N
         if not all(_is_of_rows(one, micro.arrays, micro.size) for one in alone):
             return  # no row can be cut out of a stream of all of them
         cut = [trial.take([row]).arrays for row in range(count)]
+        if _is_reordered(alone, cut) and trial.view.carry(trial.copy(), trial.scalars):
+            facts.carry_by_neighbours = _REORDERED
         if count < micro.size and not all(map(_is_padded, alone, cut)):
             return  # rows may have changed places, and with some alone one would compare others
         ours, theirs = (_add_up(trial, batches) for batches in (alone, cut))
@@ -56,6 +62,12 @@ def _is_of_rows(alone: Mapping[str, Any], together: Mapping[str, Any], count: in
     """Whether arrays of a batch have a place for each row, or are the same for a row alone."""
     pairs = [(np.shape(value), np.shape(together[name])) for name, value in alone.items() if name in together]
     return all(one == whole or (one[:1] == (1,) and whole[:1] == (count,)) for one, whole in pairs)
+
+
+def _is_reordered(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> bool:
+    """Whether every row is in the batch, and some in the place of another one."""
+    fits = [[_is_padded(one, other) for other in cut] for one in alone]
+    return all(map(any, fits)) and not all(fits[row][row] for row in range(len(fits)))
 
 
 def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
