@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from unisono.observe import events
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CallbackError, ConfigError, Preempted
 from unisono.supervise import preemption
-from unisono.training.callbacks.build import build_callbacks
+from unisono.training.callbacks.build import build_callbacks, name_user_callbacks
 from unisono.training.callbacks.early_stopping import EarlyStopping
 
 
@@ -266,6 +267,12 @@ def test_a_checkpoint_without_such_a_state_is_resumed(tmp_path: Path) -> None:
     one = Counting()
     run(tmp_path, how, one)
     assert one.count == 4
+
+
+def test_a_callback_that_saves_nothing_is_told_from_one_that_does() -> None:
+    """A proof calls neither, and what the first one has changed is lost on a resume."""
+    task: Any = SimpleNamespace(callbacks=lambda: [Recording(), Counting()])
+    assert name_user_callbacks(config(), task) == ["Recording (no state() is saved)", "Counting"]
 
 
 # early stopping -------------------------------------------------------------------------------------------------------

@@ -52,9 +52,14 @@ def find_callback(reference: str) -> type[Callback]:
 
 
 def name_user_callbacks(config: RunConfig, task: Task) -> list[str]:
-    """The callbacks of a run that are the user's own, by name; those of the configuration are not built for that."""
+    """The callbacks of a run that are the user's own, by name; those of the configuration are not built for that.
+
+    Of those that are there it is said whether they save anything: what another one has changed is lost on a resume.
+    """
+    made = task.callbacks()
+    own = [f"{type(one).__name__}{' (no state() is saved)' * (type(one).state is Callback.state)}" for one in made]
     configured = [f"{_read_entry(entry)[0]}" for entry in config.callbacks]
-    return [*(type(one).__name__ for one in task.callbacks()), *(name for name in configured if name not in BUILT_IN)]
+    return [*own, *(name for name in configured if name not in BUILT_IN)]
 
 
 def _read_entry(entry: str | dict[str, Any]) -> tuple[Any, dict[str, Any]]:
