@@ -40,6 +40,19 @@ class Mean(Uncounted):
         return Loss({"square": (outputs - batch["y"]).square().mean()})
 
 
+class MeanOfZeros(Uncounted):
+    """All rows have the same loss in the first step, which no constant is."""
+
+    def build(self) -> torch.nn.Module:
+        model = super().build()
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        return model
+
+    def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
+        return Loss({"square": (outputs - 1).square().mean()})
+
+
 class Penalty(Uncounted):
     def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
         return Loss({"square": (outputs - batch["y"]).square().sum(), "penalty": torch.full((), 3.0)})
@@ -75,11 +88,14 @@ def test_training_and_evaluation_are_those_of_a_task_that_counts_rows(tmp_path: 
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize("kind, term", [(Mean, "square"), (Penalty, "penalty")])
+@pytest.mark.parametrize(
+    "kind, term",
+    [(Mean, "'square' is .* a mean"), (MeanOfZeros, "'square' is .* a mean"), (Penalty, "'penalty' is .* a constant")],
+)
 def test_a_mean_or_a_constant_is_refused_before_the_first_step_and_says_what_a_sum_is(
     kind: type[Task], term: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"the term '{term}' is .* the same if every row.*reduction=\"sum\""):
+    with pytest.raises(ConfigError, match=rf"the term {term}\. Return the sum.*reduction=\"sum\""):
         train(kind, {**OVERRIDES, "run.dir": str(tmp_path)})
 
 

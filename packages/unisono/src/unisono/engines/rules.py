@@ -24,6 +24,7 @@ from unisono.runtime.fault_names import FaultName
 from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts
 
 ReportNames = list[list[str]]  # of terms, metrics and work
+_SumsOfRows = Callable[[Sequence[int]], Mapping[str, Any]]
 log = logging.getLogger(__name__)
 OUTPUTS = "outputs"  # a non-finite entry that explains all others: what is computed across samples follows from them
 _TOLD = 1e-4  # relative, up to which numbers in fp32 are taken for equal
@@ -104,15 +105,14 @@ def counts_by_default(counts: Iterable[str]) -> bool:
     return set(counts) == {EVERY_TERM}
 
 
-def check_sum(
-    task: Task, once: Mapping[str, Any], sums: Callable[[Sequence[int]], Mapping[str, Any]], size: int
-) -> None:
+def check_sum(task: Task, once: Mapping[str, Any], sums: _SumsOfRows, drawn: _SumsOfRows, size: int) -> None:
     """Refuse a loss that does not double when every row is given twice, which a sum over rows does.
 
     Args:
         task: whose terms count rows by default, so that a mean over rows would be divided by them again.
         once: sums of the loss of all rows.
         sums: those of the rows at these places, in this order.
+        drawn: the same of random outputs: with a last layer of zeros, all rows may have one loss, as of a constant.
         size: how many rows there are.
 
     Raises:
@@ -128,7 +128,8 @@ def check_sum(
         if not whole or name not in twice or not math.isclose(float(twice[name]), whole, rel_tol=0.01):
             continue
         try:
-            fault = name_doubled(name, whole, sums, size)
+            fault = name_doubled(name, sums, size)
+            fault = name_doubled(name, drawn, size) if fault == FaultName.TERM_PER_MICRO_BATCH else fault
         except Exception as error:
             log.info("what '%s' is cannot be told from fewer rows: %s", name, describe_error(error))
             fault = FaultName.LOSS_BY_MICRO_BATCH
@@ -149,20 +150,20 @@ _DOUBLED = {
 }
 
 
-def name_doubled(name: str, whole: float, sums: Callable[[Sequence[int]], Mapping[str, Any]], size: int) -> FaultName:
+def name_doubled(name: str, sums: _SumsOfRows, size: int) -> FaultName:
     """What a term is that is the same of all rows and of all rows twice, by its values of the first three rows.
 
     The weights of a mean follow from two pairs of rows, and have to hold for all three.
 
     Args:
         name: of the term.
-        whole: of all rows.
         sums: of the loss of some of them.
         size: how many there are.
     """
     if size < 3:
         return FaultName.LOSS_BY_MICRO_BATCH
     first, *others = alone = [float(sums([row])[name]) for row in range(3)]
+    whole = float(sums(range(size))[name])
     if all(map(partial(math.isclose, whole, rel_tol=_TOLD), alone)):
         return FaultName.TERM_PER_MICRO_BATCH
     pairs = [float(sums([0, row])[name]) for row in (1, 2)]
