@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from unisono.data.loading.micro_batch import MicroBatch
 from unisono.data.order.plan import SampleIndices
@@ -467,15 +468,16 @@ def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_th
     )
 
 
+@pytest.mark.parametrize("more", [1.0, torch.zeros(2), [[0], [0, 1]]], ids=["number", "tensor", "ragged"])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_batch_that_is_padded_to_the_longest_row_so_far_is_told(keeps: bool) -> None:
+def test_a_batch_that_is_padded_to_the_longest_row_so_far_is_told(keeps: bool, more: Any) -> None:
     def collate(samples: Any) -> Any:
         longest = max(len(sample["x"]) for sample in samples)
         if keeps:
             longest = task.longest = max(task.longest, longest)
         return {"x": np.stack([np.resize(sample["x"], longest) for sample in samples])}
 
-    task: Any = Rows(collate=collate)
+    task: Any = Rows(sample=lambda task, record, context: {**record, "more": more}, collate=collate)
     task.longest = 0
     found = probe_samples(task, task.data(), 0, ALL)
     said = "collate() of a sample alone gives another 'x' after it was given others"

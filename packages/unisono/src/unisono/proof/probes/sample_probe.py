@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,7 +104,7 @@ def _find_overwritten(task: Task, builder: BatchBuilder, indices: SampleIndices)
 
 
 def _collate_twice(task: Task, samples: Sequence[Any]) -> str:
-    shortest = min(samples, key=lambda sample: sum(np.size(value) for value in _values(sample)))
+    shortest = min(samples, key=_measure)
     attributes, alone = digest_attributes(task), _digest_alone(task, shortest)
     first, second = task.collate(list(samples)), task.collate(list(samples))
     different = [name for name in first if checksum(first[name]) != checksum(second.get(name))]
@@ -128,8 +129,12 @@ def _digest_alone(task: Task, sample: Any) -> dict[str, int]:
         return {}
 
 
-def _values(sample: Any) -> Iterable[Any]:
-    return sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else [sample]
+def _measure(sample: Any) -> int:
+    """Bytes of a sample, which may be a tensor, an image, or ragged; 0 of what has no bytes."""
+    try:
+        return len(pickle.dumps(sample))
+    except Exception:
+        return 0
 
 
 def _find_reused(task: Task, samples: Sequence[Any]) -> str:
