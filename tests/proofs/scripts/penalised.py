@@ -17,7 +17,7 @@ torch.manual_seed(4)
 x = torch.randn(ROWS, 5)
 y = x.square().sum(1, keepdim=True)
 net = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
-model = DistributedDataParallel(net) if KIND in ("groups", "rates") else net
+model = DistributedDataParallel(net) if WORLD > 1 and KIND in ("groups", "rates") else net
 named = list((model if FAULT else net).named_parameters())  # a wrapper begins all names anew
 head = [parameter for name, parameter in named if name.startswith("3.")]
 body = [parameter for name, parameter in named if not name.startswith("3.")]

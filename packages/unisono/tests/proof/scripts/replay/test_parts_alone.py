@@ -16,6 +16,7 @@ from unisono.proof.scripts.replay.parts_alone import (
     explain_rest,
     find_factor,
     find_rest,
+    is_counted_alone,
 )
 from unisono.runtime.fault_names import FaultName
 
@@ -114,6 +115,18 @@ def test_a_rank_whose_rows_have_another_loss_on_one_process_reads_something_else
     found = explain_process(RANKS, [RANKS[0], made(3.1, -1.0, 4.0)], LIMIT, OPEN)
     assert found.fault == OPEN.fault and "not found why" in found.because
     assert "on rank 1" in found.because and "on rank 0" not in found.because
+
+
+@pytest.mark.parametrize(("divided", "counted"), [(1.0, True), (2.0, False)])
+def test_a_loss_divided_by_a_size_that_one_process_keeps_excuses_no_gradient_that_is_divided_twice(
+    divided: float, counted: bool
+) -> None:
+    """Each rank divides by the 8 rows that one process has by itself, which was given the 16 of both."""
+    ranks, whole = [one.times(1 / divided) for one in ROWS], combine(*((1.0, one) for one in ROWS))
+    mean = combine(*((0.5, one) for one in ranks)).gradient
+    assert is_counted_alone(ranks, whole, [mean, whole.gradient], 8 / 16, LIMIT) == counted
+    assert is_counted_alone(ranks, whole, [{}, {}], 8 / 16, LIMIT)  # held in parts
+    assert not is_counted_alone([ranks[0], ROWS[1].times(1.1)], whole, [mean, whole.gradient], 8 / 16, LIMIT)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

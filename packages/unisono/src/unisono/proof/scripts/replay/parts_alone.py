@@ -108,7 +108,8 @@ def excuse_counts(runs: ScriptRuns, case: Case, judged: Verdict, replayed: Scrip
 
     A script may divide by a number that no tensor holds (`len(rows)`, the size of a batch); one process that is given
     the rows of others divides by its own then. So it is where what one process computes of the rows of each rank alone
-    is what that rank computes, but for the ratio of these numbers, and what it computes of all of them likewise.
+    is what that rank computes, but for the ratio of these numbers, and what it computes of all of them likewise; and
+    so is the gradient of the update.
     """
     first, found, mine = judged.first, judged.diagnosis, runs.traces[case.name]
     if first is None or found is None or not (found.fault in _OPEN or found.is_factor):
@@ -124,8 +125,8 @@ def excuse_counts(runs: ScriptRuns, case: Case, judged: Verdict, replayed: Scrip
         return
     limit = max(ROUNDING[mine.precision], first.allowed)
     ranks, whole = [_read(mine, rank, step) for rank in range(len(seen))], _read(replayed, 0, step)
-    total, mean = combine(*((1.0, one) for one in ranks)), combine(*((1 / len(ranks), one) for one in ranks))
-    if not any(whole.times(own / given).equals(one, limit) for one in (total, mean)):
+    updates = [trace.tensors(reduced_moment(0), step) for trace in (mine, replayed)]
+    if not is_counted_alone(ranks, whole, updates, own / given, limit):
         return
     alone = [_compute_alone(runs, case, mine, [rank], step) for rank in range(len(seen))]
     known = [one.times(own / len(facts.inputs)) for one, facts in zip(alone, seen, strict=True) if one is not None]
@@ -137,6 +138,25 @@ def excuse_counts(runs: ScriptRuns, case: Case, judged: Verdict, replayed: Scrip
     )
     judged.compared = [replace(one, mark="ABSTAIN", why=why) if one.mark == "FAIL" else one for one in judged.compared]
     judged.diagnosis = None
+
+
+def is_counted_alone(
+    ranks: Sequence[Computed], whole: Computed, updates: Sequence[Mapping[str, Array]], ratio: float, limit: float
+) -> bool:
+    """Whether the ranks' sum or mean, and the gradient that they reduce it to, are so many times those of one process.
+
+    Args:
+        ranks: what each of them has computed.
+        whole: what one process has computed of all their rows.
+        updates: the reduced gradients of both; empty where ranks hold parts of them, which says nothing then.
+        ratio: of the rows of one process by itself to those that it was given.
+        limit: relative difference that is rounding.
+    """
+    ours, theirs = updates
+    if ours and not predictions.reproduces({name: ratio * value for name, value in theirs.items()}, ours, limit):
+        return False
+    sums = (combine(*((weight, one) for one in ranks)) for weight in (1.0, 1 / len(ranks)))
+    return any(whole.times(ratio).equals(one, limit) for one in sums)
 
 
 def find_factor(ranks: Sequence[Computed], alone: Sequence[Computed], limit: float) -> float | None:
