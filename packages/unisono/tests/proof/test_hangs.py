@@ -58,10 +58,11 @@ def test_a_rank_that_runs_outside_of_waits_computes(tmp_path: Path, frame: str, 
 
 
 def test_a_process_that_sleeps_is_told_from_one_that_runs() -> None:
-    programs = ("while True: pass", "import time; time.sleep(60)")
-    children = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    programs = ("print(flush=True)\nwhile True: pass", "import time; print(flush=True); time.sleep(60)")
+    children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for program in programs]
     try:
-        time.sleep(0.3)
+        for child in children:  # starting is running, too
+            assert child.stdout and child.stdout.readline()
         states = StateSamples([ChildProcesses([child.pid for child in children], lambda _: {})])
         with states.sampled():
             time.sleep(2.5)
@@ -69,4 +70,4 @@ def test_a_process_that_sleeps_is_told_from_one_that_runs() -> None:
     finally:
         for child in children:
             child.kill()
-            child.wait()
+            child.communicate()
