@@ -82,6 +82,8 @@ FAULTY = [
     ("penalised", ["fault", "decay"], "The update is not that of the gradients"),
     ("penalised", ["fault", "groups"], "The update is computed otherwise"),
     ("penalised", ["fault", "rates"], "The learning rate depends on the world size"),
+    # DDP divides by the number of processes, too; dividing by the size of its own batches excuses no other factor.
+    ("counted", ["twice"], "The loss depends on the layout"),
     # Of two models that are trained in turn, one alone is wrapped.
     ("two_models", ["--fault", "unwrapped"], "Gradients are not synchronised"),
     # What only the callbacks see.
@@ -94,6 +96,7 @@ FAULTY = [
 UNKNOWN = [
     ("regression", [*BATCH, "--fault", "dropout"], "draws random numbers"),
     ("fine_tuning", [*BATCH, "--dropout", "0.2"], "draws random numbers"),
+    ("counted", [], "divides by a number of rows that it does not read from these (8, as it has by itself)"),
 ]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 
 from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.proof.cases import Case
 from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.hangs import StateSamples
 from unisono.proof.recording.trace import write_tensors
 from unisono.proof.scripts import script_proof
 from unisono.proof.scripts.judging import script_comparison
@@ -221,3 +224,31 @@ def test_a_run_that_is_late_while_a_rank_computes_says_nothing(
     (judged,) = (one for one in runs.judge(False)[0] if one.case == "2 processes")
     assert judged.mark == mark
     assert (judged.diagnosis is None) == (mark == "ABSTAIN")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "running", "kind"),
+    [
+        (False, "auto", [1], SlowRunError),
+        (False, "auto", [], WorkerError),
+        (True, "cpu", [1], SlowRunError),
+        (True, "auto", [1], WorkerError),  # a process that waits for a collective of NCCL runs, and outside of torch
+    ],
+)
+def test_a_rank_that_runs_is_known_to_compute_on_a_cpu_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: bool,
+    cuda: Literal["auto", "cpu"],
+    running: list[int],
+    kind: type[WorkerError],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    (tmp_path / "logs").mkdir()
+    for rank in range(2):
+        stack = 'Timeout (0:00:10)!\nThread 0x01:\n  File "/x/train.py", line 2 in main'
+        (tmp_path / "logs" / f"rank-{rank:05d}.stack").write_text(stack)
+    run, states = ScriptRun("train.py", "fp64", 10.0, cuda=cuda), StateSamples([])
+    monkeypatch.setattr(states, "find_running", lambda: running)
+    error = script_comparison._interpret_error(WorkerError("ended", 1), run, tmp_path / "trace", 2, states)
+    assert (type(error), "rank 1 was at /x/train.py:2 in main" in str(error)) == (kind, True)

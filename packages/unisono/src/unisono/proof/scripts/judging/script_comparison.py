@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from unisono.launch.processes import local_processes
 from unisono.launch.processes.children import ChildProcesses
@@ -325,7 +326,8 @@ def _interpret_error(
     if late := read_stacks(trace.parent, world):
         lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
         message = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
-        if world > 1 and (computing := find_computing(trace.parent, states.find_running())):
+        on_cpu = run.cuda == "cpu" or not torch.cuda.is_available()  # one that waits for its GPU runs, too
+        if world > 1 and on_cpu and (computing := find_computing(trace.parent, states.find_running())):
             return SlowRunError(
                 f"{message}; ranks {computing} were not waiting for others but running, or ready to: give it more time "
                 "(timeout=…) or a host that is less busy, if it is not in a loop without an end",
