@@ -58,7 +58,7 @@ FAULTY = [
     ("with_trainer", [*DEVICE, "--local_tokens"], "A mean of means"),
     ("sampled", ["--fault", "tokens"], "A mean of means"),
     ("sampled", ["--fault", "factor"], "The loss is scaled by N"),
-    ("sampled", ["--fault", "dropped"], "Some rows are read twice, others never"),
+    ("sampled", ["--fault", "dropped"], "Rows are dropped"),
     ("sampled", ["--fault", "split"], "Every rank splits the data by itself"),
     ("sampled", ["--batch-size", "{8//world}"], "The learning rate depends on the world size"),
     ("clip", [], "The gradients across samples depend on the layout"),
