@@ -404,9 +404,8 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
             "clipped gradients", 0
         ),
-        f"rounding to {' and '.join(trace.facts.promoted)} (computed in float64; precision=fp32 rounds)": bool(
-            trace.facts.promoted
-        ),
+        f"rounding to {' and '.join(trace.facts.promoted)}, and what is too large for it (computed in float64; "
+        "precision=fp32 has both)": bool(trace.facts.promoted),
         "metrics (seen of the Trainer and Lightning alone)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no DataLoader was read to its end without gradients)": not (
             trace.facts.evaluation or (reading and reading.evaluated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from packages.unisono.tests.proof.script_traces import OWN, build_step, combine,
 from unisono.proof.recording.trace import Array, write_tensors
 from unisono.proof.scripts.judging import script_remedies, self_check
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace, buffers_moment, reduced_moment
+from unisono.runtime.fault_names import FaultName
 
 SAME = [OWN[0]] * 2
 MEAN = combine(0.5, 0.5)
@@ -73,6 +75,17 @@ def give_the_same_rows(rank: RankFacts) -> None:
 def find_failed(trace: ScriptTrace) -> tuple[list[str], str]:
     check = self_check.check_run(trace)
     return [c.quantity for c in check.found if c.mark == "FAIL"], check.diagnosis.fault if check.diagnosis else ""
+
+
+@pytest.mark.parametrize(("other", "failed"), [(0.7, True), (0.5 + 1e-13, False), (None, False), (math.nan, True)])
+def test_a_scheduler_that_watches_a_number_of_its_rank_is_told_before_it_changes_a_rate(
+    tmp_path: Path, other: float | None, failed: bool
+) -> None:
+    """As `val_loss` of Lightning without sync_dist; a rank that is given none decides nothing."""
+    ranks = build_ranks(lambda rank: rank.watched.extend([] if other is None else [other]))
+    ranks[0].watched = [0.5]
+    found, name = find_failed(write_trace(tmp_path, build_ranks(), ranks))
+    assert (found, name) == (([self_check.WATCHED], FaultName.RATE_BY_RANK) if failed else ([], ""))
 
 
 def test_a_correct_run_passes_and_its_loss_is_that_of_the_reduction(tmp_path: Path) -> None:

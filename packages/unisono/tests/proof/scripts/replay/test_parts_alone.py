@@ -100,6 +100,12 @@ def test_what_goes_past_the_model_is_named_before_the_loss() -> None:
     assert found.fault == FaultName.LOSS_BY_LAYOUT
 
 
+def test_what_is_not_finite_is_no_evidence() -> None:
+    """One process that is given the rows of a rank may take the mean of none of them."""
+    assert made(1.0, 2.0).is_finite
+    assert not made(float("nan"), 2.0).is_finite and not made(1.0, float("inf")).is_finite
+
+
 def test_an_exchange_without_a_backward_pass_is_blamed_only_where_losses_add_up() -> None:
     open_name = build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, "they differ; nothing else")
     whole, by_torch = made(2.0, 9.0, 9.0), {"all_reduce": Exchange.WITH_BACKWARD.value}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
+from unisono.proof.recording.trace import write_tensors
 from unisono.proof.scripts.recording.rank_facts import RankFacts, ScriptTrace
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_replay
@@ -191,11 +192,23 @@ def test_rows_are_given_as_one_process_accumulates(
 
 def test_rows_that_reach_the_model_otherwise_are_not_the_same_rows(tmp_path: Path) -> None:
     mine, one = write_runs(tmp_path, ([[], []], []), ([["a"], ["b"]], ["a", "c"]))
-    assert "1 of 2 rows reach the model otherwise" in explain_failure(mine, one)
+    assert "1 of 2 rows reach the model otherwise" in explain_failure(mine, one, one)
     mine, one = write_runs(tmp_path / "same", ([[], []], []), ([["a"], ["b"]], ["b", "a"]))
-    assert explain_failure(mine, one) == ""
+    assert explain_failure(mine, one, one) == ""
     mine, one = write_runs(tmp_path / "told", ([[], []], []), ([["a"], ["b"]], ["b", "a"]), reasons=("", "", "no room"))
-    assert explain_failure(mine, one) == "no room"
+    assert explain_failure(mine, one, one) == "no room"
+
+
+def test_rows_are_not_given_to_one_process_whose_batch_has_other_rows_at_other_places(tmp_path: Path) -> None:
+    """As in a GAN that gives true points and made ones to its judge in one batch, and halves what it returns."""
+    mine, one = write_runs(tmp_path, ([[], []], []), ([["a", "m"], ["b", "n"]], ["a", "b", "m", "n"]))
+    _, replayed = write_runs(tmp_path / "given", ([[], []], []), ([["a", "m"], ["b", "n"]], ["a", "m", "b", "n"]))
+    for trace, value in ((one, 1.0), (replayed, 2.0)):
+        write_tensors(trace.folder, "raw gradients", 0, {"w": np.full(4, value)})
+    assert "places in the batch have a meaning" in explain_failure(mine, replayed, one)
+    assert explain_failure(mine, replayed, replayed) == ""
+    one.facts.random = True  # which may make the difference
+    assert explain_failure(mine, replayed, one) == ""
 
 
 @pytest.mark.parametrize(("second", "how"), [("(7,)", None), ("(16,)", "side by side")])

@@ -9,6 +9,7 @@ from unisono.runtime.fault_names import FaultName
 
 SHARD_THE_ROOT = "call fully_shard(model) after its blocks: nothing reduces what no fully_shard was given"
 STEP_LATER = "let the optimizer step after the backward pass: DDP reduces a gradient after the parameter's own hooks"
+REDUCE_THE_METRIC = "reduce over ranks what the scheduler is given (in Lightning, self.log(…, sync_dist=True))"
 _REMEDIES = {
     FaultName.ORDER_BY_WORLD_SIZE: "draw it from one seed on all ranks, and let each take its part",
     FaultName.EQUAL_ROWS: "give each rank its own part of the global batch (DistributedSampler)",

@@ -28,7 +28,7 @@ from unisono.proof.scripts.judging.gradient_sums import (
     find_unequal,
     is_left_alone,
 )
-from unisono.proof.scripts.judging.script_remedies import SHARD_THE_ROOT, STEP_LATER
+from unisono.proof.scripts.judging.script_remedies import REDUCE_THE_METRIC, SHARD_THE_ROOT, STEP_LATER
 from unisono.proof.scripts.recording.rank_facts import (
     RankFacts,
     ScriptTrace,
@@ -45,6 +45,7 @@ EQUAL = "gradients are equal on all ranks"
 REDUCED = "gradients are a weighted sum of those of the ranks"
 CLIPPED = "gradients are equal on all ranks when they are clipped"
 RATES = "learning rates are equal on all ranks"
+WATCHED = "ReduceLROnPlateau is given equal numbers on all ranks"
 BUFFERS = EQUAL_BUFFERS
 DIFFERENT = "ranks were given different rows"
 MODES = "ranks compute in the same mode"
@@ -54,6 +55,7 @@ NAMES = {
     EQUAL: FaultName.NOT_SYNCHRONISED,
     CLIPPED: FaultName.CLIPPED_TOO_EARLY,
     RATES: FaultName.RATE_BY_RANK,
+    WATCHED: FaultName.RATE_BY_RANK,
     BUFFERS: FaultName.LOCAL_BUFFERS,
     DIFFERENT: FaultName.EQUAL_ROWS,
     MODES: FaultName.EVALUATION_CHANGES_TRAINING,
@@ -192,7 +194,7 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
     failures, inside = _follow_gradients(steps, parted)
     for check, describe in _BY_STEP.items():
         if first := next(((step.number, message) for step in steps if (message := describe(step))), None):
-            failures[check] = _fail(check, *first)
+            failures[check] = _fail(check, *first, remedy=REDUCE_THE_METRIC if check == WATCHED else "")
     left = {}  # what is neither right nor wrong
     conclusive = [] if parted else find_conclusive_steps(trace.ranks)
     alike = [step for step in conclusive if have_same_inputs(trace.ranks[step])]
@@ -214,6 +216,7 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
         EQUAL: True,
         REDUCED: reduces,
         RATES: True,
+        WATCHED: any(rank.watched for rank in seen),
         CLIPPED: any(step.tensors("clipped gradients") for step in steps),
         BUFFERS: any(rank.buffers for rank in seen),
         DIFFERENT: any(rank.inputs for rank in seen) and not parted,
@@ -353,6 +356,15 @@ def _describe_rates(step: _Step) -> str:
     return ""
 
 
+def _describe_watched(step: _Step) -> str:
+    """Numbers that decide about the rate, where every rank has one: they part the rates in some update to come."""
+    for numbers in zip(*(rank.watched for rank in step.seen), strict=False):
+        if not np.allclose(numbers, numbers[0], ROUNDING[step.trace.precision], 0.0, equal_nan=True):
+            shown = ", ".join(f"{number:.6g}" for number in numbers)
+            return f"before it, ReduceLROnPlateau was given {shown}, rank by rank"
+    return ""
+
+
 def _describe_buffers(step: _Step) -> str:
     """Buffers that differ by more than rounding, but for known statistics of one process."""
     known, found = {*step.trace.facts.per_process}, set[str]()
@@ -378,6 +390,7 @@ def _describe_modes(step: _Step) -> str:
 _BY_STEP: dict[str, Callable[[_Step], str]] = {  # what differs between ranks in a step, in words; empty for nothing
     BEGIN: _describe_beginnings,
     RATES: _describe_rates,
+    WATCHED: _describe_watched,
     BUFFERS: _describe_buffers,
     MODES: _describe_modes,
 }

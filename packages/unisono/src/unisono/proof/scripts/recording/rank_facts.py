@@ -37,6 +37,7 @@ class RankFacts:
         settings: the numbers that its optimizer computes with beside learning rates, group by group and by name.
         exchanged: by collective inside of passes, with the line that has called it, what kind of exchange it is.
         line: the user's, of its last backward pass; known of several processes.
+        watched: the numbers that its `ReduceLROnPlateau` was given since the update before.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -56,6 +57,7 @@ class RankFacts:
     settings: list[dict[str, list[float]]] = field(default_factory=list)
     exchanged: dict[str, str] = field(default_factory=dict)
     line: str = ""
+    watched: list[float] = field(default_factory=list)
 
 
 class ScriptTrace(Trace):

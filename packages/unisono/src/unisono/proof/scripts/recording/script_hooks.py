@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -152,6 +153,7 @@ class ScriptWatch:
             (torch.autograd, "backward", self._on_backward),
             *((dist, name, self._on_receive) for name in _RECEIVES),
             (_DDPJoinHook, "main_hook", self._on_shadow),
+            (ReduceLROnPlateau, "step", self._on_plateau),
             (_BaseDataLoaderIter, "_next_index", self._on_indices),
             (_BaseDataLoaderIter, "__next__", self._on_batch),
             *((home, name, self._on_clip) for home in (nn.utils, nn.utils.clip_grad) for name in _CLIPS),
@@ -393,6 +395,13 @@ class ScriptWatch:
         if self.records is not None and before is not None:
             self.records.keep_unclipped(before)
         return result
+
+    def _on_plateau(
+        self, original: Callable[..., Any], scheduler: Any, /, metrics: Any, *args: Any, **named: Any
+    ) -> Any:
+        if self.records is not None:
+            self.records.seen.watched.append(float(metrics))
+        return original(scheduler, metrics, *args, **named)
 
     # rows ------------------------------------------------------------------------------------------------------------
 

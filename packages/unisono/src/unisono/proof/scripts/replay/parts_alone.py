@@ -7,9 +7,12 @@ it does not, a rank's loss has something else in it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from unisono.proof.cases import Case
 from unisono.proof.diagnoses import predictions
@@ -55,6 +58,11 @@ class Computed:
         """Whether both are the same to rounding."""
         same = predictions.is_equal(self.loss, other.loss, limit)
         return same and predictions.reproduces(self.gradient, other.gradient, limit)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of it is finite numbers, which others can be compared with."""
+        return math.isfinite(self.loss) and all(np.isfinite(one).all() for one in self.gradient.values())
 
     def times(self, factor: float) -> Computed:
         """What it would be if the loss were so many times as large."""
@@ -361,4 +369,6 @@ def _compute_alone(runs: ScriptRuns, case: Case, mine: ScriptTrace, ranks: list[
     if not wanted or wanted != Counter(trace.ranks[step][0].inputs) or reading is None or reading.reason:
         return None
     made = _read(trace, 0, step)
+    if not made.is_finite:  # of fewer rows, the mean of none
+        return None
     return replace(made, beside=reading.beside, standardised=reading.standardised, numbers=reads_numbers(trace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from unisono.proof.scripts.judging.gradient_sums import find_differing
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace, describe_parts_of_rows
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.row_exchange import How
@@ -13,6 +14,10 @@ from unisono.runtime.text import join_names
 NUMBERS = (
     "the script has no DataLoader and reads numbers of tensors (counts of rows or tokens?), which were not those of "
     "the ranks' rows"
+)
+_PLACES = (
+    "step 1: of the same rows in another order, one process computes another gradient, so places in the batch have a "
+    "meaning there, which rows of several ranks, put together, would not have"
 )
 
 
@@ -57,8 +62,14 @@ def plan_replay(mine: ScriptTrace, reference: ScriptTrace) -> ReplayPlan:
     return ReplayPlan(*found)
 
 
-def explain_failure(mine: ScriptTrace, replayed: ScriptTrace) -> str:
-    """Why the run on one process has not computed the ranks' rows; empty if it has."""
+def explain_failure(mine: ScriptTrace, replayed: ScriptTrace, plain: ScriptTrace) -> str:
+    """Why the run on one process has not computed the ranks' rows as a batch of its own; empty if it has.
+
+    Args:
+        mine: of several processes.
+        replayed: of one, on their rows.
+        plain: of one, on its own.
+    """
     facts = read_reading(replayed.folder, 0)
     if facts is not None and facts.reason:
         return facts.reason
@@ -74,7 +85,22 @@ def explain_failure(mine: ScriptTrace, replayed: ScriptTrace) -> str:
                 f"step {step}: {left} of {wanted.total()} rows reach the model otherwise than on the ranks (they are "
                 "drawn, scaled or mixed between the DataLoader and the model, or an evaluation has read some)"
             )
-    return "" if seen else "which rows were computed could not be seen"
+    if not seen:
+        return "which rows were computed could not be seen"
+    return _PLACES if _depends_on_places(replayed, plain) else ""
+
+
+def _depends_on_places(replayed: ScriptTrace, plain: ScriptTrace) -> bool:
+    """Whether the same rows, in the first pass of both runs, gave another gradient in another order, without a draw.
+
+    A script may take a batch apart by its places (true rows, then made ones), where those of ranks stand mixed.
+    """
+    mine, own = replayed.ranks[0][0], plain.ranks[0][0]
+    if replayed.facts.random or plain.facts.random or len(mine.losses) != 1 or len(own.losses) != 1:
+        return False  # draws, or other micro-batches, may make the difference
+    if Counter(mine.inputs) != Counter(own.inputs):
+        return False
+    return bool(find_differing(*(trace.tensors("raw gradients", 0) for trace in (replayed, plain)), plain.precision))
 
 
 def reads_numbers(replayed: ScriptTrace) -> bool:

@@ -70,7 +70,7 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     if replayed is None:
         runs.left[case.name] = f"one process cannot compute with them: {runs.ended.pop(on_theirs.name)}"
         return None
-    if why := explain_failure(trace, replayed):
+    if why := explain_failure(trace, replayed, reference):
         runs.left[case.name] = why
         return None
     runs.record(again)
