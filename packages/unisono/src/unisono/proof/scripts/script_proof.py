@@ -396,7 +396,7 @@ def describe_later(made: int, next_epoch: int) -> str:
 def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list[str]:
     """What the hooks have not seen of a run on one process; its rows, where it reads its own."""
     made, reading = len(trace.facts.steps), read_reading(trace.folder, 0)
-    other = "other " if trace.tensors("EMA", made - 1) else ""
+    other, lower = "other " if trace.tensors("EMA", made - 1) else "", trace.facts.promoted
     missing = {
         describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended),
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in plain.facts.steps),
@@ -404,8 +404,7 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
             "clipped gradients", 0
         ),
-        f"rounding to {' and '.join(trace.facts.promoted)}, and what is too large for it (computed in float64; "
-        "precision=fp32 has both)": bool(trace.facts.promoted),
+        f"rounding and overflow in {' and '.join(lower)} (computed in float64; precision=fp32 has both)": bool(lower),
         "metrics (seen of the Trainer and Lightning alone)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no DataLoader was read to its end without gradients)": not (
             trace.facts.evaluation or (reading and reading.evaluated)

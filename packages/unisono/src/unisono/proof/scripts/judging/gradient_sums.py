@@ -150,7 +150,7 @@ def describe_changed(reduced: Sequence[Mapping[str, Array]], precision: str) -> 
     factors = [predictions.common_factor(rank, reduced[0], ROUNDING[precision]) for rank in reduced[1:]]
     known = [f"{factor:.4g}" for factor in factors if factor is not None]
     if len(known) < len(factors):
-        return ", and no rank has its own: look at what changes them after the reduction"
+        return ", and no rank has its own: look at how they are paired and reduced, and at what changes them then"
     return (
         f": they are {join_names(known, 3)} times those of rank 0, so each rank multiplies or divides the reduced ones "
         "by a number of its own (a count of its own rows?)"

@@ -100,7 +100,8 @@ def _depends_on_places(replayed: ScriptTrace, plain: ScriptTrace) -> bool:
         return False  # draws, or other micro-batches, may make the difference
     if Counter(mine.inputs) != Counter(own.inputs):
         return False
-    return bool(find_differing(*(trace.tensors("raw gradients", 0) for trace in (replayed, plain)), plain.precision))
+    given, alone = (trace.tensors("raw gradients", 0) for trace in (replayed, plain))
+    return bool(find_differing(given, alone, plain.precision))
 
 
 def reads_numbers(replayed: ScriptTrace) -> bool:
