@@ -19,6 +19,7 @@ from unisono.launch.processes.local_processes import WorkerError
 from unisono.proof.scripts import script_proof
 from unisono.proof.scripts.judging.script_comparison import LATE
 from unisono.proof.scripts.recording import script_hooks
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace
 from unisono.proof.scripts.recording.script_process import ScriptRun
 from unisono.proof.scripts.recording.script_recorder import World
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
@@ -85,6 +86,22 @@ def test_what_fails_while_a_script_is_ended_is_no_error_of_it(tmp_path: Path) ->
     assert records.steps == 2
     with pytest.raises(AttributeError, match="no end was measured"):
         script_hooks.run_watched(train, "train", World(0, 1, 0, tmp_path, 60.0), 9)
+
+
+def test_what_a_scheduler_is_given_is_recorded_with_the_next_update(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        for number in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            scheduler.step(metrics=torch.tensor(float(number)))
+
+    records = script_hooks.run_watched(train, "train", World(0, 1, 0, tmp_path, 60.0), 3)
+    records.close()
+    assert [seen[0].watched for seen in ScriptTrace(tmp_path, "fp64").ranks] == [[], [0.0], [1.0]]
 
 
 @pytest.mark.slow
