@@ -62,7 +62,8 @@ def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return safe_paths.read_json(folder, name, Object, LARGEST)
+        settings: dict[str, Any] = safe_paths.read_json(folder, name, Object, LARGEST)
+        return settings
     except ValueError as error:
         if isinstance(error, OSError):
             raise
