@@ -191,11 +191,15 @@ def fuzz_apart(name: str, count: int, first: int = 0) -> Outcome:
             if at == end:
                 break
             why = died.read().decode(errors="replace")
-            how = f"more than {SECONDS:g} s of the processor" if status == -signal.SIGPROF else f"ended with {status}"
+            late = {
+                -signal.SIGPROF: f"more than {SECONDS:g} s of the processor",
+                -signal.SIGALRM: f"waited for more than {WAIT:g} s",
+            }
+            how = late.get(status, f"ended with {status}")
             if at < 0:
                 whole.wrong.append(f"{name} {first}: honest: was not read: {_last_calls(why)}")
                 break
-            whole.wrong.append(f"{name} {at}: {'time' if 's of the' in how else 'process'}: {how}: {_last_calls(why)}")
+            whole.wrong.append(f"{name} {at}: {'time' if status in late else 'process'}: {how}: {_last_calls(why)}")
             first = at + 1
     return whole
 
@@ -206,7 +210,9 @@ def _go_on(name: str, first: int, end: int, shared: mmap.mmap, said: int, died: 
     try:
         os.dup2(died, 2)
         faulthandler.enable(died)
-        faulthandler.register(signal.SIGPROF, died, chain=True)  # shows where it is, and then ends it
+        for late in (signal.SIGPROF, signal.SIGALRM):  # shows where it is, and then ends it
+            signal.signal(late, signal.SIG_DFL)
+            faulthandler.register(late, died, chain=True)
         lines = 0
 
         parent = os.getppid()
@@ -216,7 +222,7 @@ def _go_on(name: str, first: int, end: int, shared: mmap.mmap, said: int, died: 
                 os._exit(1)  # nobody waits for the rest
             _NUMBERS.pack_into(shared, 0, number, *outcome.numbers())
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            faulthandler.dump_traceback_later(WAIT, exit=True, file=died)
+            signal.setitimer(signal.ITIMER_REAL, WAIT)  # faulthandler's own timer may be held by pytest at the fork
 
         def found(line: str) -> None:
             nonlocal lines

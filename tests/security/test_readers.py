@@ -79,7 +79,7 @@ def _raise() -> None:
     [
         (_crash, r"npy 2: process: ended with -11: .*in _crash"),
         (_hang, r"npy 2: time: more than 0\.3 s of the processor: .*in _hang"),
-        (_wait_for_ever, r"npy 2: process: ended with 1: .*in wait"),
+        (_wait_for_ever, r"npy 2: time: waited for more than 1 s: .*in wait"),
         (_take_memory, r"npy 2: memory: 9\d MB, of \d+ bytes|npy 2: memory: 10\d MB, of \d+ bytes"),
         (_raise, r"npy 2: KeyError at test_readers\.py:\d+: \"'foreign'\""),
         (lambda: os._exit(0), r"npy 2: process: ended with 0: "),
