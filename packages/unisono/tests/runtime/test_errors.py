@@ -18,7 +18,7 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
 EXIT_CODES = {
     errors.CallbackError: 1, errors.UnisonoError: 2,
     errors.ConfigError: 2, errors.KernelError: 2, errors.DataError: 2, errors.BadSamplesError: 2, errors.RunError: 2,
-    errors.CheckpointError: 2, errors.FormatError: 2,
+    errors.UnavailableError: 2, errors.CheckpointError: 2, errors.FormatError: 2,
     errors.NonFiniteError: 3, errors.SpikeError: 3,
     errors.GuardError: 4, errors.DeadlineError: 5, errors.MemoryExhaustedError: 6,
     errors.SaveError: 7, errors.RecordError: 7, errors.UploadError: 7,
