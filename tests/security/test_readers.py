@@ -53,6 +53,11 @@ def test_a_reader_does_so_two_thousand_times(name: str) -> None:
     _given(name, 300 if name.endswith(COSTLY) else 2000, 100_000)
 
 
+def test_a_codec_that_does_not_exist_is_refused_and_ends_no_process() -> None:
+    """Asked for such a codec, pyarrow aborts the process (found by the fuzzer); reading the pages is an error."""
+    _given("Parquet", 1, 100_353)
+
+
 def _crash() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 

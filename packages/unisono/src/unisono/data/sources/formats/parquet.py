@@ -27,10 +27,6 @@ from unisono.runtime.remote import is_remote
 _BATCH_ROWS = 256  # rows converted at a time in sequential reading
 _AT_ONCE = 1 << 30  # bytes of texts, at most, that are unpacked before they are counted
 
-_SMALL = 1 << 22  # bytes of a column of a row group whose pages nobody asks
-_PADDING = 100  # bytes that Arrow reads behind a column, as some writers have counted too few
-_LARGEST_RATIOS = {"UNCOMPRESSED": 1, "SNAPPY": 32, "LZ4": 256, "GZIP": 1040}  # of what codecs unpack; others have none
-
 
 class _NoBytes(io.RawIOBase):
     """A file that has a size and no content; tells whether it was read."""
@@ -246,7 +242,6 @@ class ParquetReader:
         places = [leaf.place for leaf in wanted if leaf.is_text or leaf.in_lists]
         if places:
             self._check_footer()
-            places = [leaf.place for leaf in wanted if leaf.place in places and not self._must_be_small(number, leaf)]
         if source is None and places:
             with wrap_read_errors(self._file), self._file.open() as opened:
                 pages = self._read_pages(number, places, opened)
@@ -268,17 +263,6 @@ class ParquetReader:
         if column is None:
             self._rows_at_once[number] = at_once
         return at_once
-
-    def _must_be_small(self, number: int, leaf: _Leaf) -> bool:
-        """Whether a column of a row group cannot unpack to much whatever its pages say, so that nobody has to ask them.
-
-        Arrow reads no more bytes of a column than the footer names, nor more of its texts than the group has rows, and
-        none is longer than all that these bytes unpack to.
-        """
-        column: Any = self._footer.row_group(number).column(leaf.place)  # type: ignore[union-attr]
-        packed, ratio = column.total_compressed_size, _LARGEST_RATIOS.get(column.compression, 0)
-        longest = (packed + _PADDING) * ratio
-        return not leaf.in_lists and ratio > 0 and packed >= 0 and int(self.rows[number]) * longest <= _SMALL
 
     def _read_pages(self, number: int, places: Sequence[int], source: Any) -> dict[int, ColumnPages]:
         """What the pages of some columns of a row group are, by the columns' numbers; the caller wraps errors."""
