@@ -43,7 +43,8 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
         if error.exit_code == Preempted.exit_code:  # its own message says what is saved
             verb = "Resume"
             with suppress(UnavailableError):
-                verb = "Resume" if _newest_checkpoint(run) is not None else "Start over"
+                if _newest_checkpoint(run) is None:
+                    verb = "Start over"
             error.args = (f"{error}. {_format_command(verb, run, launcher)}",)
         elif isinstance(error, MemoryExhaustedError):
             error.args = (f"{error}\n{out_of_memory_advice(run, error.random, launcher)}",)

@@ -18,7 +18,7 @@ from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.trace import Array
 from unisono.runtime.text import join_names
 
-_LEAST_ELEMENTS = 8  # of a gradient for every part, of which it can hardly be a sum by chance
+LEAST_ELEMENTS = 8  # of a gradient, for every number fitted to it, which can hardly hold by chance then
 _PART = 1e-3  # of the largest weight: that of a part that is there, and by what weights are others
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}  # relative, by the precision of a run
 
@@ -88,7 +88,7 @@ def have_other_weights(
         precision: of the runs.
     """
     elements = sum(value.size for value in reference.values())
-    if len(own) < 2 or elements < _LEAST_ELEMENTS * len(own):
+    if len(own) < 2 or elements < LEAST_ELEMENTS * len(own):
         return False
     ours, theirs = (predictions.fit_weights(made, own, ROUNDING[precision]) for made in (mine, reference))
     if ours is None or theirs is None or min(theirs) < _PART * max(theirs):

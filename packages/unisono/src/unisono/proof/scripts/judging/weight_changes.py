@@ -15,13 +15,12 @@ from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of, sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
-from unisono.proof.scripts.judging.gradient_sums import ROUNDING, find_differing
+from unisono.proof.scripts.judging.gradient_sums import LEAST_ELEMENTS, ROUNDING, find_differing
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace, begun_moment
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 
 _OF_UPDATES = (FaultName.REPLICA_DRIFT, FaultName.UPDATE_BY_LAYOUT, FaultName.UPDATE_NOT_OF_GRADIENTS)
-_LEAST_ELEMENTS = 8  # of what differs, in which one factor can hardly hold by chance
 _FITTED = 1e-5  # relative, of small differences of large numbers
 _ALIKE = "count a penalty or a decay alike, whatever the number of processes"
 _ONCE = "add it once, after gradients are reduced, or give the optimizer a weight_decay"
@@ -113,7 +112,7 @@ def _find_decay(
     ours, theirs = ({name: side[name] for name in common} for side in (mine, reference))
     there = [name for name in common if before[name].any()]
     names = [name for name in find_differing(ours, theirs, precision) if name in there]
-    if sum(before[name].size for name in names) < _LEAST_ELEMENTS:
+    if sum(before[name].size for name in names) < LEAST_ELEMENTS:
         return None
     more = {name: mine[name] - reference[name] for name in names}
     factor = predictions.common_factor(more, {name: before[name] for name in names}, limit)

@@ -20,7 +20,7 @@ from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosi
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
-from unisono.proof.scripts.judging.gradient_sums import ROUNDING
+from unisono.proof.scripts.judging.gradient_sums import LEAST_ELEMENTS, ROUNDING
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns
 from unisono.proof.scripts.recording.rank_facts import ScriptTrace, reduced_moment
 from unisono.proof.scripts.recording.script_collectives import Exchange, merge_exchanges
@@ -32,7 +32,6 @@ from unisono.runtime.fault_names import FaultName
 _OPEN = (FaultName.LOSS_BY_LAYOUT, FaultName.GRADIENTS_BY_LAYOUT)
 _MOST_RANKS = 4  # whose rows are tried
 _LATEST = 11  # the last step, from 0, up to which that is tried
-_LEAST_ELEMENTS = 8  # of gradients, in which what is fitted can hardly hold by chance
 _FITTED = 1e-6  # relative, of what differences of gradients say in fp64
 
 
@@ -261,7 +260,7 @@ def find_rest(
     same, and so has the rest of each rank. None where they are not; the rest is None where there is none.
     """
     ours, theirs = (combine((1.0, each[0]), (-1.0, each[1])) for each in (ranks, alone))
-    if sum(value.size for value in ours.gradient.values()) < _LEAST_ELEMENTS:
+    if sum(value.size for value in ours.gradient.values()) < LEAST_ELEMENTS:
         return None
     fitting = max(_FITTED, limit)
     factor = predictions.common_factor(ours.gradient, theirs.gradient, fitting)
