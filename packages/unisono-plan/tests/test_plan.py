@@ -108,8 +108,8 @@ def test_a_micro_batch_of_thousands_of_rows_is_foretold_by_traces_of_few(monkeyp
     assert found.flops == real.work["flops"]
     for phase in ("forward", "backward", "optimizer"):
         assert found.work[phase].flops == real.recording.work[phase].flops
-        assert found.work[phase].other_bytes == pytest.approx(real.recording.work[phase].other_bytes, rel=1e-3)
-    assert found.memory == pytest.approx(sum(real.recording.peak.values()), rel=0.01)
+        assert found.work[phase].other_bytes == real.recording.work[phase].other_bytes
+    assert found.memory == sum(real.recording.peak.values())
     assert list(found.collectives) == real.recording.collectives
 
 
