@@ -9,7 +9,8 @@ DEMO := $(VENV)/.demo
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 # Seconds of workers for the slow tests, as tests/seconds.json counts them; three quarters of that on quiet cores. They
 # need half as much again, so the date says which have to wait.
-BUDGET ?= $(shell echo $$((3000 * $(WORKERS))))
+EACH ?= 3000
+BUDGET ?= $(shell echo $$(($(EACH) * $(WORKERS))))
 # `make test PACKAGE=language` (or audio, faults, unisono, …) runs the tests of one package alone.
 PLACES := recipes/$(PACKAGE)/tests packages/unisono-$(PACKAGE)/tests packages/$(PACKAGE)/tests
 TESTS := $(if $(PACKAGE),$(or $(firstword $(wildcard $(PLACES))),$(error there is no package $(PACKAGE))))

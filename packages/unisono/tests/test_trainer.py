@@ -265,7 +265,7 @@ def nothing_left() -> Iterator[None]:
     gc.collect()
     before, handlers = set(threading.enumerate()), list(logging.getLogger("unisono").handlers)
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may have ended since
     assert logging.getLogger("unisono").handlers == handlers
     assert torch.get_default_dtype() == torch.float32
 

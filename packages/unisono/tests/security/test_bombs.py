@@ -85,26 +85,6 @@ def test_rows_of_such_a_file_are_read_in_order_as_few_at_a_time_need_little(tmp_
     assert next(iter(records(file, open_source(path)._wanted))) == {"a": LONG}
 
 
-@pytest.mark.parametrize(
-    ("rows", "compression", "asked"), [(200, "snappy", 0), (200, "none", 0), (200, "zstd", 1), (200_000, "snappy", 1)]
-)
-def test_pages_are_asked_only_where_they_could_hide_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, compression: str, asked: int
-) -> None:
-    """The headers of small row groups took 60 µs each, 40 % of the time to read one."""
-    calls: list[object] = []
-
-    def read(*given: Any) -> parquet_pages.ColumnPages:
-        calls.append(given)
-        return parquet_pages.read_pages(*given)
-
-    monkeypatch.setattr(parquet, "read_pages", read)
-    table = pa.table({"a": [f"row {number % 50}" for number in range(rows)]})
-    pq.write_table(table, tmp_path / "a.parquet", compression=compression)
-    assert open_source(tmp_path / "a.parquet")[rows - 1] == {"a": "row 49"}
-    assert len(calls) == asked
-
-
 def dictionary_last(path: Path, column: pa.Array) -> Path:
     """A column whose texts stand plainly in its first pages, and then the dictionary of the others."""
     options = {"store_schema": False, "dictionary_pagesize_limit": 40_000, "row_group_size": 10**7}
