@@ -151,6 +151,7 @@ class ParquetReader:
             at_once = self._check_size(number, source=source)
             if rows <= at_once:
                 table = parquet.reader.read_row_group(number, self._places(self._names), False).select(self._names)
+                self._check_count(table.num_rows, rows, f"row group {number}")
                 return TableBlock(table, self._file.path, first, self._wanted, table.nbytes)
             blocks, size = [], 0
             for batch in parquet.reader.iter_batches(at_once, [number], self._places(self._names), False):
@@ -158,6 +159,7 @@ class ParquetReader:
                 self._file.check_unpacked(size, f"row group {number}")
                 blocks.append(TableBlock(batch.select(self._names), self._file.path, first, self._wanted, batch.nbytes))
                 first += batch.num_rows
+        self._check_count(sum(map(len, blocks)), rows, f"row group {number}")
         return _Batches(blocks)
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -168,6 +170,7 @@ class ParquetReader:
             for batch in parquet.reader.iter_batches(rows, range(len(self.rows)), self._places(self._names), False):
                 yield from TableBlock(batch.select(self._names), self._file.path, first, self._wanted, 0)
                 first += batch.num_rows
+        self._check_count(first, int(self._firsts[-1]), "it")
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """The lengths of a column's lists, or the values of an integer column, (rows,)."""
@@ -179,7 +182,17 @@ class ParquetReader:
                 for number in range(len(self.rows))
                 for chunk in parquet.reader.read_row_group(number, self._places([column]), False).column(0).chunks
             ]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *each])
+        lengths = np.concatenate([np.zeros(0, dtype=np.int64), *each])
+        self._check_count(len(lengths), int(self._firsts[-1]), f"column '{column}'")
+        return lengths
+
+    def _check_count(self, found: int, rows: int, what: str) -> None:
+        """Refuse columns that are shorter than the footer says; Arrow reads as many values as there are."""
+        if found != rows:
+            raise DataError(
+                f"{self._file.path}: {what} has {found} rows, but its footer says {rows}; the file is damaged or "
+                "forged, so write it again"
+            )
 
     def _places(self, columns: Sequence[str]) -> list[int]:
         """The leaves of some columns, by number.
