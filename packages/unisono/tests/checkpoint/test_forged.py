@@ -134,6 +134,15 @@ def test_only_a_conversion_that_was_asked_for_happens(saved: str, mine: str, fit
             check_dtype("a", host_arrays.parse_dtype(saved), mine)
 
 
+@pytest.mark.parametrize("dtype", ["03i4", "f4,03i4", "f4,i4", "object", "finfo", "U1"])
+def test_a_dtype_that_is_none_of_numbers_is_refused(tmp_path: Path, dtype: str) -> None:
+    """NumPy evaluates a list of names as Python: the first two were a SyntaxError (found by the fuzzer)."""
+    path = save(tmp_path, 4)
+    forge(path, lambda content: content["arrays"]["model/weight"].update(dtype=dtype))
+    with pytest.raises(CheckpointError, match=f"'model/weight' has the unknown dtype '{dtype}'"):
+        commit.open_checkpoint(path)
+
+
 def test_a_checkpoint_of_many_empty_pieces_is_refused(tmp_path: Path) -> None:
     """400,000 of them took memory and time; none is ever written."""
     path = save(tmp_path, 4)

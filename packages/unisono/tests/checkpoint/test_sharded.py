@@ -191,6 +191,15 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: bytes, length: in
 # folders that are whole or not at all ---------------------------------------------------------------------------------
 
 
+def test_a_tensor_that_torch_cannot_make_is_refused_in_one_line(tmp_path: Path) -> None:
+    """The library reads any number of columns where there are no rows; torch ended in a TypeError and its own calls."""
+    header = b'{"a": {"dtype": "F32", "shape": [0, 9223372036854775808], "data_offsets": [0, 0]}}'
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (entry,) = (files := ShardedFiles(tmp_path / "a.safetensors")).entries
+    with pytest.raises(CheckpointError, match=r"'a' cannot be read: [^\n]*Overflow[^\n]{,60}$"):
+        next(files.content(entry))
+
+
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "out") as temporary:
         (temporary / "a").write_text("1")

@@ -38,8 +38,16 @@ def dtype_name(data: Any) -> str:
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:
-    """The dtype with a name."""
-    return np.dtype(getattr(ml_dtypes, name, name))
+    """The dtype with a name, which somebody else may have written.
+
+    Raises:
+        TypeError: If none has that name.
+        ValueError: If it is not one of numbers, but of records, as NumPy reads `f4,03i4`, of texts, or of objects.
+    """
+    kind = np.dtype(getattr(ml_dtypes, name, name)) if name.isidentifier() else None
+    if kind is None or not (kind.kind in "biufc" or is_ml_dtype(kind)):
+        raise ValueError(f"'{name}' is not the name of a dtype of numbers")
+    return kind
 
 
 def is_ml_dtype(kind: np.dtype[Any]) -> bool:

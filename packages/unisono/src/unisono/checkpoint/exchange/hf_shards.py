@@ -180,7 +180,10 @@ class ShardedFiles:
             return
         view = opened.get_slice(entry.name)
         for offset, shape in blocks(entry.shape, entry.dtype.itemsize):
-            yield view[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            # Without elements, an array may have any number of columns, also one that torch cannot count to.
+            with wrap_native_errors(f"{self.path}: '{one_line(entry.name)}' cannot be read", CheckpointError):
+                block = view[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            yield block
 
     def _list_folder(self, folder: Path) -> tuple[dict[str, str] | None, list[str]]:
         """The file of every tensor if the folder has an index, and the files."""

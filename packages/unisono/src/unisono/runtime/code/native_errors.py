@@ -37,5 +37,6 @@ def wrap_native_errors(what: str, kind: type[UnisonoError] = DataError, advice: 
     except (UnisonoError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        said = one_line(str(error) or type(error).__name__, _MAX_TEXT)
+        said = str(error).partition("\nException raised from")[0]  # behind it, torch lists its own calls
+        said = one_line(said or type(error).__name__, _MAX_TEXT)
         raise kind(f"{what}: {said}{f'; {advice}' if advice else ''}") from error
