@@ -112,6 +112,7 @@ def test_a_folder_is_read_by_its_index_or_without_one(folder: Path) -> None:
         ("..\\outside.safetensors", "which is not a valid file name"),
         ("two.safetensors\0", "which is not a valid file name"),
         ("", "which is not a valid file name"),
+        ("ä" * 128, "which is not a valid file name"),
         (None, "should be a valid string"),
         (["two.safetensors"], "which is not a valid file name|cannot be read as an index"),
         ("three.safetensors", "three.safetensors is missing"),

@@ -29,6 +29,7 @@ LINE = 256 << 20  # limit for a line of text, in characters
 WILDCARDS = "*?["  # of a glob
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
+_MAX_COMPONENT = 255  # bytes of a component, on all common file systems
 _INVALID = re.compile(r"[\0\\\ud800-\udfff]")  # separators of Windows, and what no name of a file holds
 # Neither `true` nor `1e-05` leads beyond a float. A pattern with one first letter is found far faster than with two.
 _SMALL_E, _LARGE_E = re.compile("e[+0-9]"), re.compile("E[+0-9]")  # two, each of which searches for one letter
@@ -328,7 +329,7 @@ def components(folder: Path | str, name: object) -> list[str]:
     if text.startswith("/") or ".." in text.split("/"):
         raise UnsafePathError(f"{beginning}, which lies outside; only files inside that folder are read")
     parts = [part for part in text.split("/") if part not in ("", ".")]
-    if not 0 < len(parts) <= _MAX_DEPTH:
+    if not 0 < len(parts) <= _MAX_DEPTH or any(len(os.fsencode(part)) > _MAX_COMPONENT for part in parts):
         raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder")
     return parts
 
