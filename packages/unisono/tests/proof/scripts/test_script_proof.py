@@ -271,6 +271,15 @@ def test_updates_before_a_rank_runs_out_of_batches_can_be_proved(tmp_path: Path)
     assert report.mark == "PASS", report.lines
 
 
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_batches_later_than_was_asked_for_refuses_nothing(tmp_path: Path) -> None:
+    """Seven updates are there on one process, and a rank makes five of them."""
+    text = UNEVEN.replace("28, 3", "56, 3").replace("[:3]", "[:5]")
+    report = prove(tmp_path, SEEDED + text)
+    assert report.mark == "PASS", report.lines
+    assert "updates after the first 4" in "\n".join(report.lines)
+
+
 BY_ROW = """
 from torch.func import functional_call, grad, vmap
 x = torch.arange(24.0).reshape(8, 3) / 24

@@ -180,7 +180,29 @@ def test_a_short_epoch_is_followed_into_the_next_one(tmp_path: Path, epoch: str,
     if mark == "FAIL":
         assert report.verdicts[0].diagnosis is not None
         assert report.verdicts[0].diagnosis.fault == "Every epoch has the same order"
-    assert "updates after the first 5" in "\n".join(report.lines)
+    assert "updates after the first 16" in "\n".join(report.lines)
+
+
+LATER = """
+for update in range(20):
+    step(x[dist.get_rank()::dist.get_world_size()] * (1 + update % 3))
+    if update == 10 and RANK:
+        optimizer.state.clear()  # the momentum, as of a rank that restores no checkpoint
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "mark"), [("False", "PASS"), ("dist.get_rank() > 0", "FAIL")])
+def test_a_script_of_cheap_updates_is_followed_past_those_that_are_asked_for(
+    tmp_path: Path, rank: str, mark: str
+) -> None:
+    """So a fault in update 12 is seen; the first run decides for all, and says how far."""
+    text = SYNCHRONISED.replace("lr=0.1", "lr=0.001, momentum=0.9") + LATER.replace("RANK", rank)
+    report = prove(tmp_path, text)
+    assert report.mark == mark, report.lines
+    first = report.verdicts[0].first
+    assert (first.quantity, first.worst.step) == ("replicas", 12) if mark == "FAIL" and first else first is None
+    assert "updates after the first 17" in "\n".join(report.lines)
 
 
 BY_EPOCH = """

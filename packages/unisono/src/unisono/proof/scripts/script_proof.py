@@ -42,7 +42,7 @@ from unisono.proof.scripts.recording.script_process import MODULE, ScriptRun
 from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
 from unisono.proof.scripts.replay.parts_alone import excuse_counts, explain_by_parts
 from unisono.proof.scripts.replay.reading import read_reading
-from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
+from unisono.proof.scripts.replay.replay_runs import Group, leave_out_rounding, record_on_their_rows
 from unisono.proof.scripts.start import gpu_need
 from unisono.proof.scripts.start.script_arguments import fill_arguments
 from unisono.proof.scripts.start.seeds import describe_unseeded
@@ -158,15 +158,18 @@ def prove_script(
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
     cuda, devices, report = settings.cuda, 0, None
     refused: ConfigError | None = None
+    further = "steps" not in settings.model_fields_set
     while report is None:
         with trace_room() as root:
             run = ScriptRun(reference, ladder[0], settings.timeout, steps=settings.steps, dropout=settings.dropout)
-            further = "steps" not in settings.model_fields_set and run.precision == "fp64"
-            run = dataclasses.replace(run, cuda=cuda, devices=devices, next_epoch=further)
+            run = dataclasses.replace(run, cuda=cuda, devices=devices, further=further and run.precision == "fp64")
             runs = ScriptRuns(run, words, root, quiet, variables)
             try:
                 report = _prove(runs, lower=len(ladder) > 1)
             except ConfigError as error:
+                if further and runs.run.steps > settings.steps:  # on many, an update that nobody has asked for
+                    further = False
+                    continue
                 if devices or not gpu_need.asks_for_devices(error):
                     raise (refused or error) from None
                 refused = error
@@ -194,8 +197,8 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     reference = runs.record(one)
     groups: list[Group] = []
     if reference is not None:
-        steps = max(runs.run.steps, len(reference.facts.steps))
-        runs.run = dataclasses.replace(runs.run, steps=steps, next_epoch=False)
+        asked, steps = runs.run.steps, max(runs.run.steps, len(reference.facts.steps))
+        runs.run = dataclasses.replace(runs.run, steps=steps, further=False)
         for case in several:
             runs.record(case)
         replayed = [group for case in several if (group := record_on_their_rows(runs, case)) is not None]
@@ -204,6 +207,8 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
             runs.record(again)
             groups.append(Group(one, again, left))
         groups += replayed
+        for group in groups:
+            leave_out_rounding(runs, group, asked)
     if lower and any(map(_may_be_of_fp64, runs.ended.values())):
         return None
     if runs.run.precision == "fp64" and (names := _find_lower(runs)):
@@ -398,7 +403,7 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
     made, reading = len(trace.facts.steps), read_reading(trace.folder, 0)
     other, lower = "other " if trace.tensors("EMA", made - 1) else "", trace.facts.promoted
     missing = {
-        describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended),
+        describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended and made < steps),
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in plain.facts.steps),
         "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(

@@ -15,6 +15,7 @@ from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_repla
 from unisono.proof.scripts.replay.rows_read import (
     describe_epoch,
     describe_left_out,
+    describe_read_again,
     describe_repeated_order,
     judge_reading,
 )
@@ -234,3 +235,34 @@ def test_parts_are_known_by_the_numbers_of_what_all_ranks_and_one_process_split(
     for trace, rank, rows, length in ((mine, 0, [0, 1], whole), (mine, 1, [1, 0], whole), (one, 0, [0, 1, 2, 3], 4)):
         write_reading(trace.folder, rank, ReadingFacts(True, False, "", wholes=[length]), [np.array(rows)])
     assert judge_reading(mine, one, "other inputs", own_numbers=True)[0].mark == mark
+
+
+def write_inputs(folder: Path, updates: list[str], ranks: int) -> ScriptTrace:
+    """A run whose ranks are given these rows in its updates, each its stride of them."""
+    seen = [[RankFacts(inputs=list(rows[rank::ranks])) for rank in range(ranks)] for rows in updates]
+    return write_script_trace(folder, seen, [build_step([[]] * ranks) for _ in updates])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (
+            ["abcd", "efgh", "efgh"],
+            ["abcd", "efgh", "ijkl"],
+            "of the 4 rows of update 3, 4 are those of updates",
+        ),
+        (["abcd", "efgh", "efij"], ["abcd", "efgh", "ijkl"], ""),  # half of them, as chance may draw
+        (["abcd", "efgh", "ijkl"], ["abcd", "efgh", "mnop"], ""),  # new ones
+        (["abcd", "efgh", "abcd"], ["abcd", "efgh", "dbca"], ""),  # an epoch begins on both
+        (["abcd", "efgh", "abcd", "efgh"], ["abcd", "efgh", "ijkl", "abcd"], ""),  # sooner than on one process
+        (["abcd", "efgh", "abcd"], ["abcd", "efgh", "ij"], ""),  # one process takes the last rows of an epoch
+        (["abcd", "abcd"], ["efgh", "ijkl"], ""),  # which draws otherwise from the first update on
+        (["abcd", "efgh"], ["abcd", "efgh"], ""),
+    ],
+)
+def test_rows_that_are_read_again_where_one_process_reads_on_are_told(
+    tmp_path: Path, ours: list[str], theirs: list[str], said: str
+) -> None:
+    """A resume that counts the rows of one rank goes back in the stream of all."""
+    found = describe_read_again(write_inputs(tmp_path / "many", ours, 2), write_inputs(tmp_path / "one", theirs, 1))
+    assert bool(found) == bool(said) and said in found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from unisono.proof.scripts.recording.followed_updates import FollowedUpdates
 from unisono.proof.scripts.recording.rank_progress import RankProgress
 from unisono.proof.scripts.recording.record_group import TrainsAloneError, has_joined
 from unisono.proof.scripts.recording.rows_seen import FetchedRows, digest_rows
@@ -40,8 +40,6 @@ _RECEIVES = ("recv", "irecv", "batch_isend_irecv")  # from the stage before it i
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _MEASURES_TIME = re.compile(r"runtime|_time$|_per_second|^epoch$|learning_rate")  # or is compared without it
 
-_LATEST_EPOCH = 17  # the latest update to go on to, if it is the first of the next epoch
-
 NO_UPDATE = "ended without an update"
 
 _watches: list[ScriptWatch] = []  # of which there is at most one
@@ -57,7 +55,7 @@ def run_watched(
     world: World,
     steps: int,
     replayed: ReplayedRun | None = None,
-    next_epoch: bool = False,
+    further: bool = False,
 ) -> Records:
     """Run something that trains, until it has made so many updates or ends.
 
@@ -67,13 +65,13 @@ def run_watched(
         world: the process.
         steps: updates after which it is ended.
         replayed: what the ranks of another run have read, which this one is given.
-        next_epoch: whether it goes on to the first update of the next epoch, if that comes soon.
+        further: whether it is followed for more, if they are cheap or the next epoch begins soon.
 
     Raises:
         ConfigError: if it makes no update.
         UnequalUpdatesError: if another process does not make one that this process makes.
     """
-    watch = ScriptWatch(world, steps, replayed, next_epoch)
+    watch = ScriptWatch(world, steps, replayed, further)
     with watch.installed(), suppress(_EnoughSteps):
         try:
             train()
@@ -113,7 +111,7 @@ class ScriptWatch:
         world: the process.
         steps: updates after which the script is ended.
         replayed: what the ranks of another run have read, which this one is given.
-        next_epoch: whether it goes on to the first update of the next epoch, if that comes soon.
+        further: whether it is followed for more, if they are cheap or the next epoch begins soon.
 
     Attributes:
         records: of its run, from its first forward pass in training on.
@@ -121,9 +119,9 @@ class ScriptWatch:
         progress: of this process among the others.
     """
 
-    def __init__(self, world: World, steps: int, replayed: ReplayedRun | None = None, next_epoch: bool = False) -> None:
-        self._world, self._steps, self._replayed, self._next_epoch = world, steps, replayed, next_epoch
-        self._fewest, self._began = steps, time.monotonic()
+    def __init__(self, world: World, steps: int, replayed: ReplayedRun | None = None, further: bool = False) -> None:
+        self._world, self._replayed = world, replayed
+        self._followed = FollowedUpdates(steps, world.timeout, further)
         self.records: Records | None = None
         self.has_callback = False
         self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
@@ -208,11 +206,12 @@ class ScriptWatch:
 
     def is_over(self) -> bool:
         """Whether all updates are recorded that are compared."""
-        return self.records is not None and self.records.steps >= self._steps
+        return self.records is not None and self.records.steps >= self._followed.last
 
     def has_enough(self) -> bool:
-        """Whether all updates that were asked for are recorded, and it was followed on for the next epoch alone."""
-        return self._steps > self._fewest and self.records is not None and self.records.steps >= self._fewest
+        """Whether all updates that were asked for are recorded, and it was followed for more by chance."""
+        followed, records = self._followed, self.records
+        return followed.last > followed.asked and records is not None and records.steps >= followed.asked
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Record what this process reports of the last update."""
@@ -259,8 +258,8 @@ class ScriptWatch:
             )
         self.progress.begin_update()
         records = self._begin([optimizer])
-        if records.steps + 1 == self._steps:
-            self._extend_into_next_epoch()
+        if not self.has_callback:  # which evaluates with the last one
+            self._followed.begin_update(records.steps, self._world.folder, self._fetched.find_next_epoch)
         if self._replayed is not None:
             self._replayed.set_rates(optimizer, records.steps)
         records.seen.early |= torch._C._current_graph_task_id() != -1
@@ -279,15 +278,6 @@ class ScriptWatch:
             return result
 
         return (optimizer, recorded), {}
-
-    def _extend_into_next_epoch(self) -> None:
-        """Follow the script into the next epoch, with the last update before it would end, if that is asked for."""
-        if self._next_epoch:
-            self._next_epoch, begins = False, self._fetched.find_next_epoch(self._steps)
-            further = self._steps < begins <= _LATEST_EPOCH and not self.has_callback  # which evaluates then
-            # with room for several processes on the same cores, and for an evaluation between the epochs
-            soon = (time.monotonic() - self._began) * begins / self._steps < self._world.timeout / 4
-            self._steps = begins if further and soon else self._steps
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1
@@ -320,7 +310,7 @@ class ScriptWatch:
 
     def _on_shadow(self, original: Callable[..., Any], /, hook: Any) -> Any:
         made = 0 if self.records is None else self.records.steps
-        if made < self._steps:
+        if made < self._followed.last:
             raise ConfigError(
                 f"rank {self._world.rank} has no more batches after {made} updates, and others go on under join(): "
                 "an update that is made on some ranks only cannot be recorded. "

@@ -56,7 +56,7 @@ class ScriptRun:
         perturbed: size of the relative change of the initial weights.
         arguments: of the user's command line.
         steps: updates after which what is run as it is ends; 0: a function that records itself.
-        next_epoch: whether it goes on into the next epoch, if that begins soon.
+        further: whether it is followed for more, if they are cheap or the next epoch begins soon.
         rows_of: the folder of the trace, in that of the run, whose ranks' rows it is given; empty for its own.
         ranks: of the other run, whose rows these are.
         how: their batches are put together.
@@ -76,7 +76,7 @@ class ScriptRun:
     perturbed: float = 0.0
     arguments: list[str] = field(default_factory=list)
     steps: int = 0
-    next_epoch: bool = False
+    further: bool = False
     rows_of: str = ""
     ranks: list[int] = field(default_factory=list)
     how: How = "side by side"
@@ -157,7 +157,7 @@ def _load_watched(run: ScriptRun, folder: Path) -> Callable[[World], Any]:
     replayed = None
     if run.rows_of:
         replayed = ReplayedRun(folder / run.rows_of, run.ranks, run.how, run.since, run.all_ranks)
-    return lambda world: script_hooks.run_watched(train, name, world, run.steps, replayed, run.next_epoch)
+    return lambda world: script_hooks.run_watched(train, name, world, run.steps, replayed, run.further)
 
 
 def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:

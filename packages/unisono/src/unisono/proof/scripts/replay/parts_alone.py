@@ -354,7 +354,7 @@ def _compute_alone(runs: ScriptRuns, case: Case, mine: ScriptTrace, ranks: list[
     """What one process computes of the rows of these ranks, after steps of all; None where it was not given them."""
     name = f"1 process, on the rows of rank {' and '.join(map(str, ranks))} of {case.world_size}"
     runs.changes[name] = {
-        "rows_of": mine.folder.name, "ranks": ranks, "steps": step + 1, "next_epoch": False,
+        "rows_of": mine.folder.name, "ranks": ranks, "steps": step + 1, "further": False,
         "since": step, "all_ranks": case.world_size,
     }  # fmt: skip
     trace = runs.record(Case(name, 1, {}, case.precision))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from unisono.proof import comparison
 from unisono.proof.cases import EPSILON, Case
+from unisono.proof.judgement import FLOOR
 from unisono.proof.scripts.judging import script_rows
 from unisono.proof.scripts.judging.gradient_sums import find_differing
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns, find_local_statistics
@@ -84,6 +86,32 @@ def _cut_before_other_epochs(trace: ScriptTrace, reference: ScriptTrace) -> None
     begins = {reading.next_epoch for reading in readings if reading and reading.next_epoch}
     if len(begins) > 1 and 1 < min(begins) <= len(trace.facts.steps):
         del trace.facts.steps[min(begins) - 1 :], trace.ranks[min(begins) - 1 :]
+
+
+def leave_out_rounding(runs: ScriptRuns, group: Group, asked: int) -> None:
+    """Leave out the updates from which on rounding comes to more than before, so that they widen no tolerance.
+
+    Args:
+        runs: of the script.
+        group: of which the pair on one process shows what rounding comes to.
+        asked: updates that are compared in any case, and the first one of the second epoch.
+    """
+    if any(case.name not in runs.traces for case in (group.one, group.again)):
+        return
+    one, again = runs.traces[group.one.name], runs.traces[group.again.name]
+    reading = read_reading(one.folder, 0)
+    kept = max(asked, reading.next_epoch if reading else 0)
+    if len(one.facts.steps) <= kept:
+        return
+    apart = comparison.measure_distances(again, one)
+    least = {quantity: FLOOR[one.precision] for quantity, _ in apart}
+    for (quantity, step), size in apart.items():
+        if step <= kept:
+            least[quantity] = max(least[quantity], comparison.MARGIN * size)
+    grown = [step for (quantity, step), size in apart.items() if step > kept and size > least[quantity]]
+    for case in group.cases if grown else ():
+        if (trace := runs.traces.get(case.name)) is not None:
+            del trace.facts.steps[min(grown) - 1 :], trace.ranks[min(grown) - 1 :]
 
 
 def _agree(trace: ScriptTrace, reference: ScriptTrace) -> bool:

@@ -19,6 +19,7 @@ from unisono.runtime.fault_names import FaultName
 
 ROWS = "many processes read what one reads"
 PER_DEVICE = "the size of a batch is per process"
+_COUNT_ALL = "count and save how far all ranks together have read, and go on from there"
 _BY_CHANCE = 1e6  # ways to choose rows, of which a shuffle takes one
 
 
@@ -57,6 +58,9 @@ def judge_reading(
     if said := describe_left_out(mine, reference):
         failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
         return failed, build_diagnosis(FaultName.DROPPED_ROWS, said)
+    if said := describe_read_again(mine, reference):
+        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
+        return failed, replace(build_diagnosis(FaultName.ROWS_TWICE, said), remedy=_COUNT_ALL)
     size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     ours, theirs = _inputs_by_number(mine), _inputs_by_number(reference)
@@ -112,6 +116,31 @@ def describe_repeated_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
     if math.comb(len(seen), len({*ours[0]})) ** (len(ours) - begins) < _BY_CHANCE:
         return ""
     return f"update {begins + 1} begins another epoch, and reads the rows of update 1 again; one process shuffles anew"
+
+
+def describe_read_again(mine: ScriptTrace, reference: ScriptTrace) -> str:
+    """In words, that ranks are given rows again where one process goes on to new ones; empty where they are not.
+
+    Until then they are given those of one process, as many in each update. That never reads one twice; so no new epoch
+    has begun, and chance does not draw most rows of an update again. Rows are known by what the model is given.
+    """
+    pairs = [
+        (Counter(row for rank in seen for row in rank.inputs), Counter(one[0].inputs))
+        for seen, one in zip(mine.ranks, reference.ranks, strict=False)
+    ]
+    apart = next((step for step, (ours, theirs) in enumerate(pairs) if ours != theirs), 0)
+    alone = Counter[str]()
+    for _, theirs in pairs:
+        alone += theirs
+    before = {row for ours, _ in pairs[:apart] for row in ours}
+    ours, theirs = pairs[apart]
+    again = sum(count for row, count in ours.items() if row in before)
+    if max(alone.values(), default=2) > 1 or ours.total() != theirs.total() or 2 * again <= ours.total():
+        return ""
+    return (
+        f"of the {ours.total()} rows of update {apart + 1}, {again} are those of updates before it; one process, which "
+        "read the same rows until then, goes on to new ones (a place in a stream that is counted by each rank alone?)"
+    )
 
 
 def _shuffles_anew(trace: ScriptTrace) -> bool:
