@@ -30,6 +30,7 @@ BY_NEIGHBOURS = (NEIGHBOURS, DOCUMENTS, PADDING, COLLATED)
 SWITCHED = "an evaluation is computed in evaluation mode"
 EQUAL_BUFFERS = "buffers are equal on all ranks"
 GRADIENT = "there is a gradient"
+ADDED = "the loss is a sum of rows in later steps"
 
 
 def check_invariants(trace: Trace) -> list[ComparedQuantity]:
@@ -45,6 +46,9 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         facts.unstable_gradient,
     )
     result = [_build_invariant(name, False, why) for name, why in zip(REPEATED, unstable, strict=True) if why]
+    if facts.later_terms:
+        shown = f"{join_names(map(repr, facts.later_terms))} in step {facts.later_step}"
+        result.append(_build_invariant(ADDED, False, shown))
     if facts.uninitialised:
         result.append(_build_invariant(INITIALISED, False, join_names(facts.uninitialised, 3)))
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from

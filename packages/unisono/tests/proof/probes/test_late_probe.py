@@ -12,7 +12,7 @@ import pytest
 
 from packages.unisono.tests.proof.test_probes import Counting, View, micro_batch
 from unisono.data.loading.micro_batch import MicroBatch
-from unisono.proof.probes.late_probe import probe_late
+from unisono.proof.probes.late_probe import probe_late, probe_later
 from unisono.proof.probes.model_probe import find_rowless_buffers
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
@@ -77,6 +77,33 @@ def test_a_term_that_begins_in_a_later_step_is_named_by_what_it_is_there(loss: A
     assert late(Buffered(loss, same)).additivity == kind
     known = RunFacts(additivity={"term": "mean"})
     assert late(Buffered(loss, same), known).additivity == {"term": "mean"}
+
+
+def test_a_term_that_begins_where_no_run_comes_is_found_unless_something_else_is_known() -> None:
+    """A penalty from update 5 on, in each micro-batch, was certified by three updates."""
+    rows: Any = (Counting(len), micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9)
+    probe_later(found := RunFacts(), Trial(Buffered(lambda x: x.sum() + 0.5, same), *rows), 100)
+    assert (found.later_terms, found.later_step) == ({"term": "constant"}, 100)
+    for known in (RunFacts(additivity={"term": "mean"}), RunFacts(neighbours=True), RunFacts(normalised="a layer")):
+        probe_later(known, Trial(Buffered(lambda x: x.sum() + 0.5, same), *rows), 100)
+        assert not known.later_terms
+    probe_later(found := RunFacts(), Trial(Buffered(np.sum, same), *rows), 100)
+    assert not found.later_terms
+
+
+def test_a_counter_that_is_read_once_it_is_large_enough_makes_the_loss_depend_on_the_call() -> None:
+    """Rows seen so far decide how long a row may be: in all that is recorded, the answer was the same."""
+    task: Any = SimpleNamespace(seen=0, counts=Counting(len).counts)
+
+    def loss(x: Any) -> float:
+        task.seen += len(x)
+        return float(x[x < 2 + task.seen // 64].sum())
+
+    trial = Trial(Buffered(loss, same), task, micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9)  # type: ignore[arg-type]
+    probe_late(facts := RunFacts(kept_by_task="self.seen"), trial, 3)
+    assert facts.unstable_loss == (
+        "in step 3, 'term' of the same rows came to something else after 64 more passes, which change self.seen"
+    )
 
 
 def test_a_model_that_reads_a_row_beside_a_row_in_a_later_step_says_in_which() -> None:

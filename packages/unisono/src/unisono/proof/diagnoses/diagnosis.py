@@ -15,6 +15,7 @@ from unisono.proof.diagnoses.pattern import Pattern
 from unisono.proof.diagnoses.predictions import stepped_per_process
 from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.invariants import (
+    ADDED,
     COLLATED,
     DOCUMENTS,
     EQUAL_BUFFERS,
@@ -371,6 +372,7 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "samples": _diagnose_samples,
     "outputs": _diagnose_outputs,
     "loss": loss_rules.diagnose_loss,
+    ADDED: loss_rules.diagnose_later,
     "raw gradients": gradient_rules.diagnose_gradients,
     "gradient norm": clipping_rules.diagnose_norm,
     "clipped gradients": clipping_rules.diagnose_clipped,

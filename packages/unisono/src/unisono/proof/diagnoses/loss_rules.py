@@ -240,6 +240,13 @@ def _diagnose_kind(pattern: Pattern, *kinds: str) -> Diagnosis | None:
     return build_diagnosis(fault, detail)
 
 
+def diagnose_later(pattern: Pattern) -> Diagnosis:
+    """Of terms that are sums over rows in all steps of the runs, and not where passes are told of a later one."""
+    name, kind = next(iter(pattern.root.later_terms.items()))
+    fault, said = _KINDS.get(kind, (FaultName.MEAN_OF_MEANS, "of any rows is the mean of what these have alone"))
+    return build_diagnosis(fault, f"in step {pattern.root.later_step}, and not in those compared, '{name}' {said}")
+
+
 def _scaled_by(pattern: Pattern) -> int | None:
     """The number of processes, if every term, and the loss, is off by it."""
     if pattern.worst.mine is None or not pattern.worst.reference or pattern.world_size == 1:

@@ -1,10 +1,12 @@
 """What begins in a later step, as after a warm-up: a memory, a statistic of the batch, a term that belongs to no row.
 
-The other probes see the first step. Once all is recorded, the last step's passes are tried as well; a few of them show
-whether there is anything to look for.
+The other probes see the first step. Once all is recorded, the last step's passes are tried as well, and those of steps
+that no run of a proof reaches; a few of them show whether there is anything to look for.
 """
 
 from __future__ import annotations
+
+import time
 
 from unisono.data.loading.checksum import checksum
 from unisono.proof.probes.loss_probe import probe_loss
@@ -21,7 +23,10 @@ from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.text import join_names
 
+LATER = (10, 100, 1_000, 10_000, 100_000)  # steps that passes are told they are in
 _ROWS = 4  # that are tried alone
+_PASSES = 64  # after which a state that counts them may have come to where it is read
+_SECONDS = 1.0  # of the processor for these, at most
 _OF_ROWS = ("neighbours", "beside", "normalised", "dependent", "mixed")
 
 
@@ -33,7 +38,7 @@ def probe_late(facts: RunFacts, trial: Trial, step: int) -> None:
         trial: of a micro-batch of the later step, whose passes are given that step.
         step: its number, from 1.
     """
-    _forget_unread(facts, trial)
+    _forget_unread(facts, trial, step)
     if facts.carried or facts.neighbours or facts.additivity or facts.unstable_loss or facts.unrepeatable:
         return
     with trial.undone():
@@ -57,8 +62,28 @@ def probe_late(facts: RunFacts, trial: Trial, step: int) -> None:
                 facts.unstable_loss = f"in step {step}, and not in step 1, {found.unstable_loss}"
 
 
-def _forget_unread(facts: RunFacts, trial: Trial) -> None:
-    """Forget what passes change and none reads: a counter that is only reported is no reason of anything."""
+def probe_later(facts: RunFacts, trial: Trial, step: int) -> None:
+    """Look for a loss that is the sum of its rows in all that is recorded, and not in a step that is never reached.
+
+    Args:
+        facts: of the first step; what is found is added.
+        trial: of a micro-batch whose passes are told that they are of that step.
+        step: its number, from 1.
+    """
+    known = facts.carried or facts.neighbours or facts.additivity or facts.unstable_loss or facts.later_terms
+    if known or facts.unrepeatable or facts.normalised or _is_sum_of_rows(trial):
+        return
+    probe_model(found := RunFacts(), trial)
+    if not (found.unrepeatable or found.neighbours):
+        probe_loss(found, trial)
+        facts.later_terms, facts.later_step = found.additivity, step
+
+
+def _forget_unread(facts: RunFacts, trial: Trial, step: int) -> None:
+    """Forget what passes change and none reads: a counter that is only reported is no reason of anything.
+
+    One that is read once it has come to some number is read: passes of the same rows come to another loss then.
+    """
     view, task = trial.view, trial.task
 
     def digest() -> tuple[dict[str, int], dict[str, int]]:
@@ -71,8 +96,18 @@ def _forget_unread(facts: RunFacts, trial: Trial) -> None:
         before, once = digest(), make_pass(trial, trial.copy())
         trial.sums(trial.copy(copy_row(trial.micro, 0)))
         now, again = digest(), make_pass(trial, trial.copy())
-    if find_other(once, again, trial.floor):
-        return
+        if find_other(once, again, trial.floor):
+            return
+        began, passes = time.process_time(), 0
+        while passes < _PASSES and time.process_time() - began < _SECONDS:
+            trial.sums(trial.copy())
+            passes += 1
+        if other := find_other(once, make_pass(trial, trial.copy()), trial.floor):
+            facts.unstable_loss = (
+                f"in step {step}, {other} of the same rows came to something else after {passes} more passes, which "
+                f"change {facts.kept_by_task or join_names(facts.late_buffers)}"
+            )
+            return
     kept, buffers = ([name for name in new if new[name] != old.get(name)] for old, new in zip(before, now, strict=True))
     if facts.kept_by_task == join_names(kept):
         facts.kept_by_task = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
 from unisono.proof.probes.build_probe import find_overlapping, probe_build
 from unisono.proof.probes.evaluation_probe import find_kept_number, read_numbers
-from unisono.proof.probes.late_probe import probe_late
+from unisono.proof.probes.late_probe import LATER, probe_late, probe_later
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
@@ -62,6 +62,7 @@ from unisono.training.parts import build_held_out
 if TYPE_CHECKING:
     from unisono.proof.recording.lower_precision import LowerPrecision
 
+_LATER_SECONDS = 1.0  # of the processor, after which no more steps are tried that no run reaches
 _OTHER_WEIGHTS = 1e-2  # relative, of what an evaluation of other weights may leave
 
 
@@ -392,10 +393,18 @@ class _CaseRun:
         if self.plan.capacity is not None or resolve_features(self.task).recurrent is not None or not step:
             return
         assert isinstance(view, TorchModelView)
-        view.step = step
-        trial = Trial(view, self.task, micro, self.scalars(step), 1e-9)
-        with restore_state(self.task, view.module):
-            task_probes.try_probe(lambda: probe_late(facts, trial, step + 1), "the last step")
+
+        def try_step(probe: Callable[[RunFacts, Trial, int], None], number: int) -> None:
+            view.step = number - 1
+            trial = Trial(view, self.task, micro, self.scalars(step), 1e-9)
+            with restore_state(self.task, view.module):
+                task_probes.try_probe(lambda: probe(facts, trial, number), f"step {number}")
+
+        try_step(probe_late, step + 1)
+        began = time.process_time()
+        for later in LATER:
+            if time.process_time() - began < _LATER_SECONDS:
+                try_step(probe_later, later)
         view.step = 0
 
     def _probe_update(self, facts: RunFacts) -> None:

@@ -164,6 +164,8 @@ class RunFacts:
     # such as the longest, `number` for one that is a sum times a number that depends on how many rows there are,
     # `statistic` for anything else.
     additivity: dict[str, str] = field(default_factory=dict)
+    later_terms: dict[str, str] = field(default_factory=dict)  # of those that are sums in all that is recorded
+    later_step: int = 0  # and not where passes are told that they are of this step
     # Metrics (`metric/NAME sum`, `metric/NAME count`), totals (`total/NAME`) and terms of the loss (`loss/NAME sum`)
     # that are no sums over rows: `constant`, `places` or `statistic`, as above, and how; and those of an evaluation.
     unsummed: dict[str, list[str]] = field(default_factory=dict)
