@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Job
+from unisono.runtime.communication import communicator
 from unisono.runtime.errors import ConfigError, Preempted
 from unisono_sweeps.launchers.console import last_sentence
 from unisono_sweeps.launchers.local import LocalLauncher, divide_host
@@ -48,6 +50,7 @@ def test_a_job_that_fails_is_reported_by_its_sentence_and_the_others_run(tmp_pat
 def test_jobs_have_cores_and_devices_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerators", lambda: ("cuda", 3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(communicator, "cpu_quota", lambda: math.inf)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("one core cannot be divided")
@@ -59,6 +62,7 @@ def test_jobs_have_cores_and_devices_of_their_own(tmp_path: Path, monkeypatch: p
 
 def test_nothing_is_oversubscribed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(communicator, "cpu_quota", lambda: math.inf)
     with pytest.raises(ConfigError, match=r"jobs=5: this host has 4 usable cores"):
         launcher(jobs=5)
     with pytest.raises(ConfigError, match=r"a has 3 processes, and its share of this host is 2 cores"):
@@ -71,6 +75,19 @@ def test_nothing_is_oversubscribed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [share.devices for share in divide_host(4, range(4), ["0", "1"], share_devices=True)] == [
         ("0",), ("1",), ("0",), ("1",)
     ]  # fmt: skip
+
+
+def test_runs_share_the_processor_time_that_a_quota_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all eight cores divided, two runs had four threads each, and a quota of two cores stopped all of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(communicator, "cpu_quota", lambda: 1.5)
+    shares = launcher(jobs=2)._shares
+    assert [share.threads for share in shares] == [1, 1]
+    assert len({core for share in shares for core in share.cores}) == 2
+    with pytest.raises(ConfigError, match=r"jobs=3: this host has 2 usable cores"):
+        launcher(jobs=3)
+    with pytest.raises(ConfigError, match=r"a has 2 processes, and its share of this host is 1 core"):
+        launcher(jobs=2).check([job(tmp_path, "a", "", processes=2)])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

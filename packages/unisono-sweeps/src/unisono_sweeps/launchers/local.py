@@ -7,6 +7,7 @@ A core belongs to one run at a time, and so does an accelerator unless `share_de
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -66,6 +67,16 @@ def divide_host(jobs: int, cores: Sequence[int], visible: Sequence[str], *, shar
     return shares
 
 
+def _some_cores(count: int) -> list[int]:
+    """So many cores, which a container's quota may make fewer than there are.
+
+    They stand anywhere among all of them, since other containers of the host would take the first ones too.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(count))
+    first = random.randrange(len(cores) - count + 1)
+    return cores[first : first + count]
+
+
 class LocalLauncher:
     """Runs jobs on this host; see `unisono.launch.launcher.Launcher`."""
 
@@ -79,7 +90,7 @@ class LocalLauncher:
 
     def __init__(self, settings: Settings) -> None:
         self._jobs = settings.jobs
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+        cores = _some_cores(usable_cores())
         if self._jobs > len(cores):
             raise ConfigError(f"jobs={self._jobs}: this host has {len(cores)} usable cores; use jobs={len(cores)}")
         kind, count = devices.accelerators()
