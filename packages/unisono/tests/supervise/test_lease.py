@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from packages.unisono.tests.launch import jobs
 from unisono.checkpoint.core import commit
 from unisono.launch.resolving import run_directory as runs
 from unisono.runtime.errors import RunError, SaveError
+from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import identity, run_lock
 
 OWNER = """
@@ -231,15 +233,41 @@ def test_a_lock_holds_while_the_file_system_does_not_answer(tmp_path: Path, code
         jobs.wait_for(lambda: lock.counter_file.read_text() != before, 60)  # they come again
 
 
-def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def without_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def none(*_: Any) -> None:
-        raise OSError(1, "Operation not permitted")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", none)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV], ids=errno.errorcode.get)
+def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
+    """EXDEV is what some give that keep files of a folder on several disks."""
+    without_links(monkeypatch, code)
     with run_lock.hold_lock(tmp_path) as mine:
         assert mine.token == 1
         assert "is in use by" in refused(tmp_path)
     assert json.loads((tmp_path / "lease" / "00000001.json").read_text())["released"]
+
+
+def test_a_lock_that_was_half_written_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The quota was used up: the next start waited 20 s for whoever had that lock, and called it an unknown host."""
+
+    class Full(io.BytesIO):
+        def read(self, _: int | None = -1) -> bytes:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    without_links(monkeypatch, errno.EPERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(safe_paths, "open_inside", lambda *_: Full())
+        with (
+            pytest.raises(RunError, match=rf"cannot write to {tmp_path}: Disk quota exceeded; choose"),
+            runs.hold_directory(tmp_path),
+        ):
+            pass
+    assert not list((tmp_path / "lease").glob("*.json*"))
+    with run_lock.hold_lock(tmp_path) as mine:
+        assert not mine.seized
 
 
 def test_processes_of_an_owner_know_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

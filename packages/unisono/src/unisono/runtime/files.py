@@ -20,12 +20,14 @@ from unisono.runtime.errors import DataError, RecordError, UnavailableError
 from unisono.runtime.untrusted import safe_paths
 
 TEMPORARY_SUFFIX = ".writing"  # of files that are still being written
-# Errors of a file system that does not answer now.
+# Errors of a file system that does not answer now. Python itself repeats most calls that a signal interrupted; what is
+# left are renames, and file systems that give EINTR for reasons of their own.
 UNREACHABLE = frozenset({
     errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN,
+    errno.EINTR,
 })  # fmt: skip
 # Errors that say nothing of a file, which may be whole. Others tell that it is missing, damaged, or something else.
-_UNAVAILABLE = UNREACHABLE | {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
+_UNAVAILABLE = UNREACHABLE | {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
 
 
@@ -206,6 +208,7 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:  # file systems that cannot flush a directory, such as some of SMB and FUSE, say so
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            error.filename = str(path)  # which an error of a descriptor does not name
             raise
     finally:
         os.close(descriptor)

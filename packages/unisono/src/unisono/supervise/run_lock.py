@@ -216,7 +216,7 @@ def _claim_token(lease: RunLock, interval: float) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
             raise
         try:  # without hard links, exclusive creation still guarantees one owner
             safe_paths.copy_inside(own_file.parent, own_file.name, lease.owner_file)

@@ -67,6 +67,7 @@ _TEMPORARY = ".writing-"
 # Errors of a file system that is temporarily unreachable or over quota. A full disk is not among them, since space is
 # checked before the first step.
 _TRANSIENT_ERRORS = UNREACHABLE | {errno.EIO, errno.EDQUOT, errno.EREMOTEIO}
+_REMEDY = " See to the space, the quota and the permissions there."
 
 
 @dataclass(frozen=True)
@@ -337,36 +338,38 @@ def _run_on_all_ranks(
     """Run a function on every rank; all ranks fail if one does. An `unhurried` one may outlast the group's timeout."""
 
     def attempt() -> Json:
-        result, fault, passing = None, None, False
+        result, fault, passing, remedy = None, None, False, ""
         try:
             result = act()
         except OSError as error:
-            passing = error.errno in _TRANSIENT_ERRORS
+            passing, remedy = error.errno in _TRANSIENT_ERRORS, _REMEDY if error.errno else ""
             fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         except Exception as error:  # of any kind: the others must not wait for this rank
             fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
             passing = isinstance(error, UploadError | UnavailableError)
             log.exception("a checkpoint could not be written")
-        return [result, fault, passing]
+        return [result, fault, passing, remedy]
 
     wait = f"all ranks to {what}"
     outcomes = run_everywhere(group, attempt, wait) if unhurried else group.gather(attempt(), wait)
-    faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]
+    faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, *_) in enumerate(outcomes) if why]
     if faults:
-        failed = SaveError("; ".join(faults) + ". Older checkpoints are untouched.")
-        failed.transient = all(passing for _, why, passing in outcomes if why)
+        remedy = max(remedy for *_, remedy in outcomes)
+        failed = SaveError("; ".join(faults) + f". Older checkpoints are untouched.{remedy}")
+        failed.transient = all(passing for _, why, passing, _ in outcomes if why)
         raise failed
-    return [outcome for outcome, _, _ in outcomes]
+    return [outcome for outcome, *_ in outcomes]
 
 
 @contextmanager
 def _explain_full_disk(folder: Path, needed: int) -> Iterator[None]:
-    """Add to `No space left` errors how much all ranks need, and how much was free before."""
+    """Add to `No space left` errors how much all ranks need, and how much was free before; to others the folder."""
     free = shutil.disk_usage(folder).free
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = error.filename or str(folder)  # an error of a descriptor names no file
             raise
         why = "no space left" if error.errno == errno.ENOSPC else "the disk quota is used up"
         late = "; it was used up meanwhile" if free > needed and error.errno == errno.ENOSPC else ""

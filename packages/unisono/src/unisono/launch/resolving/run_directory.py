@@ -270,4 +270,5 @@ def run_path(config: RunConfig) -> Path:
 def _unwritable_error(folder: Path, error: OSError, key: str = "run.dir") -> RunError:
     if isinstance(error, safe_paths.UnsafePathError):
         return RunError(str(error))
-    return RunError(f"cannot write to {folder}: {error.strerror} ({error.filename}); choose another {key}")
+    file = f" ({error.filename})" if error.filename else ""  # an error of a descriptor names none
+    return RunError(f"cannot write to {folder}: {error.strerror}{file}; choose another {key}")

@@ -255,7 +255,7 @@ _FINITE_DECODER = json.JSONDecoder(object_pairs_hook=_object_of, parse_float=_fi
 
 
 def copy_inside(folder: Path | str, name: object, target: Path, limit: int | None = None) -> None:
-    """Copy a file opened with `open_inside` to a new file; it is an error if that exists.
+    """Copy a file opened with `open_inside` to a new file; it is an error if that exists. Half a copy is removed.
 
     Args:
         folder: As for `open_inside`.
@@ -267,9 +267,13 @@ def copy_inside(folder: Path | str, name: object, target: Path, limit: int | Non
         if limit is not None and (size := os.fstat(source.fileno()).st_size) > limit:
             raise UnsafePathError(f"{folder}/{one_line(name)} has {size} bytes; at most {limit} are copied")
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        with os.fdopen(descriptor, "wb") as made:
-            while part := source.read(1 << 20):
-                made.write(part)
+        try:
+            with os.fdopen(descriptor, "wb") as made:
+                while part := source.read(1 << 20):
+                    made.write(part)
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
 
 
 def is_inside(folder: Path | str, name: object) -> bool:
