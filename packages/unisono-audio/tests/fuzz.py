@@ -2,6 +2,8 @@
 
     python -m packages.unisono-audio.tests.fuzz --count 20000
 
+Of three mutations in five, the values that a format holds are changed and sealed again, as `recording_forms` has them.
+
 The codecs of miniaudio are compiled anew from its source distribution, so that the sanitizers see them; libsndfile is
 the library that the package soundfile brings, of which they see what it allocates.
 """
@@ -9,20 +11,41 @@ the library that the package soundfile brings, of which they see what it allocat
 from __future__ import annotations
 
 import argparse
+import io
+import random
+import struct
 import subprocess
 import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
+from tests.security.mutations import mutated
+
+from .recording_forms import form_of, resealed
+
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[2] / "packages/unisono-audio/src/unisono_audio/native"
 SANITIZE = ["-g", "-O1", "-fPIC", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
 # dr_flac shifts negative numbers to the left, which every compiler it supports does as meant.
-OURS = ["-fno-sanitize-recover=all", "-DUNISONO_FUZZ"]
+OURS = ["-fno-sanitize-recover=all"]
+PART = 500  # mutations that one process reads
+KINDS = {
+    "wav": [("WAV", "PCM_16", 22050), ("WAV", "PCM_24", 22050), ("WAV", "FLOAT", 22050), ("WAVEX", "PCM_U8", 22050),
+            ("RF64", "PCM_16", 22050)],
+    "compressed WAV": [("WAV", "IMA_ADPCM", 22050), ("WAV", "MS_ADPCM", 22050), ("WAV", "ULAW", 8000),
+                       ("W64", "PCM_16", 8000)],
+    "aiff": [("AIFF", "PCM_16", 22050), ("AIFF", "FLOAT", 8000)],
+    "au and caf": [("AU", "PCM_16", 8000), ("CAF", "PCM_16", 22050), ("CAF", "ALAC_16", 22050)],
+    "flac": [("FLAC", "PCM_16", 22050), ("FLAC", "PCM_24", 22050)],
+    "vorbis": [("OGG", "VORBIS", 22050)],
+    "opus": [("OGG", "OPUS", 16000)],
+    "mp3": [("MP3", "MPEG_LAYER_III", 22050), ("MP3", "MPEG_LAYER_III", 44100)],
+}  # fmt: skip
 
 
 def build(directory: Path) -> list[str]:
@@ -65,64 +88,83 @@ def _sndfile() -> str:
     return str(next(Path(_soundfile_data.__file__).parent.glob("libsndfile*")))
 
 
-def recordings(directory: Path) -> dict[str, list[str]]:
-    """Small recordings of each format to start from."""
+@cache
+def recordings(kind: str) -> list[bytes]:
+    """Small recordings of a format to start from, in mono and stereo."""
     import soundfile
 
-    random = np.random.default_rng(0)
-    kinds = {
-        "wav": [("WAV", "PCM_16"), ("WAV", "PCM_24"), ("WAV", "FLOAT"), ("WAVEX", "PCM_U8"), ("WAV", "IMA_ADPCM")],
-        "flac": [("FLAC", "PCM_16"), ("FLAC", "PCM_24")],
-        "vorbis": [("OGG", "VORBIS")],
-        "mp3": [("MP3", "MPEG_LAYER_III")],
-        "other": [("AIFF", "PCM_16"), ("AU", "PCM_16"), ("CAF", "PCM_16"), ("RF64", "PCM_16"), ("OGG", "OPUS")],
-    }
-    found: dict[str, list[str]] = {}
-    for name, forms in kinds.items():
-        for number, (form, subtype) in enumerate(forms):
-            for channels in (1, 2):
-                rate = 16000 if subtype == "OPUS" else 22050
-                time = np.arange(int(0.4 * rate)) / rate
-                tone = 0.3 * np.sin(2 * np.pi * (300 + 900 * time) * time) + 0.02 * random.standard_normal(len(time))
-                path = directory / f"{name}-{number}-{channels}"
-                with path.open("wb") as file:
-                    soundfile.write(file, np.stack([tone] * channels, 1), rate, format=form, subtype=subtype)
-                found.setdefault(name, []).append(str(path))
+    noise, found = np.random.default_rng(0), []
+    for form, subtype, rate in KINDS[kind]:
+        for channels in (1, 2):
+            time = np.arange(int(0.4 * rate)) / rate
+            tone = 0.3 * np.sin(2 * np.pi * (300 + 900 * time) * time) + 0.02 * noise.standard_normal(len(time))
+            file = io.BytesIO()
+            soundfile.write(file, np.stack([tone] * channels, 1), rate, format=form, subtype=subtype)
+            found.append(_with_tags(file.getvalue()))
     return found
+
+
+def _with_tags(content: bytes) -> bytes:
+    """With what other programs write besides: tags around an MP3, and points to seek to in a FLAC."""
+    if content[:4] == b"fLaC":
+        points = b"".join(struct.pack(">QQH", sample, 0, 4096) for sample in (0, 4096, 0xFFFFFFFFFFFFFFFF))
+        return content[:42] + b"\3\0\0" + bytes([len(points)]) + points + content[42:]
+    if content[:1] == b"\xff":
+        tag = b"TIT2" + struct.pack(">IH", 5, 0) + b"\3bird"
+        return b"ID3\4\0\0" + struct.pack(">I", len(tag)) + tag + content + b"TAG" + bytes(125)
+    return content
+
+
+def mutation(kind: str, which: int) -> tuple[bytes, bool]:
+    """A mutation by its number, and whether it was changed in its values and sealed again."""
+    chance = random.Random(f"{kind} {which}")
+    content = chance.choice(recordings(kind))
+    changed, structural = mutated(content, chance, form_of(content))
+    if not structural and chance.random() < 0.5:
+        changed = resealed(changed)  # or hardly any changed byte of an Ogg file would be seen behind its checksum
+    return changed, structural
+
+
+def run(command: list[str], kind: str, first: int, count: int) -> tuple[list[int], str]:
+    """Give some mutations of a format to the program.
+
+    Returns:
+        How many were changed in their values, decoded, refused and left to FFmpeg; and what went wrong.
+    """
+    made = [mutation(kind, which) for which in range(first, first + count)]
+    given = b"".join(struct.pack("<I", len(content)) + content for content, _ in made)
+    environment = {"ASAN_OPTIONS": "allocator_may_return_null=1:detect_leaks=1", "PATH": "/usr/bin:/bin"}
+    ended = subprocess.run([*command, str(first)], env=environment, input=given, capture_output=True, check=False)
+    if ended.returncode:
+        return [0] * 4, f"ended with {ended.returncode}\n{ended.stderr.decode(errors='replace')[-4000:]}"
+    return [sum(structural for _, structural in made), *map(int, ended.stdout.split())], ""
 
 
 def main() -> int:
     """Run, and say for each format what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20_000, help="mutated recordings of each format")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--formats", default="wav,flac,vorbis,mp3,other")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first, which with --count 1 makes one again"
+    )
+    parser.add_argument("--formats", default=",".join(KINDS))
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path("build/fuzz"))
     options = parser.parse_args()
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    command, files = build(directory), recordings(directory)
-    half = options.count // 2
-    failed = 0
-    environment = {"ASAN_OPTIONS": "allocator_may_return_null=1:detect_leaks=1", "PATH": "/usr/bin:/bin"}
-    for name in options.formats.split(","):
-        parts = [(half, options.seed), (options.count - half, options.seed + half)]
-        with ThreadPoolExecutor(2) as pool:
-            results = list(
-                pool.map(
-                    lambda part, name=name: subprocess.run(
-                        [*command, str(part[0]), str(part[1]), *files[name]], env=environment, capture_output=True,
-                        text=True, check=False,
-                    ),
-                    parts,
-                )
-            )  # fmt: skip
-        for result in results:
-            if result.returncode:
-                failed += 1
-                print(f"{name}: FAIL ({result.returncode})\n{result.stderr[-4000:]}")
-            else:
-                print(f"{name}: {result.stdout.strip()}")
+    command, failed, last = build(directory), 0, options.first + options.count
+    for kind in options.formats.split(","):
+        parts = [(first, min(PART, last - first)) for first in range(options.first, last, PART)]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(lambda part, kind=kind: run(command, kind, *part), parts))
+        numbers = [sum(column) for column in zip(*(numbers for numbers, _ in results), strict=True)]
+        wrong = [text for _, text in results if text]
+        failed += len(wrong)
+        print(f"{kind}: {options.count} mutated, {numbers[0]} of them in their values: {numbers[1]} decoded, "
+              f"{numbers[2]} refused, {numbers[3]} left to FFmpeg", flush=True)  # fmt: skip
+        for text in wrong:
+            print(f"{kind}: FAIL: {text}", flush=True)
     return 1 if failed else 0
 
 

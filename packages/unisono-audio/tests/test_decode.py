@@ -156,12 +156,18 @@ def test_a_damaged_stretch_is_not_decoded_silently(backend: Any) -> None:
         audio.decode(bytes(data), backend=backend)
 
 
-@native
-def test_a_damaged_page_of_ogg_is_named() -> None:
-    data = bytearray(recording("vorbis"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_a_damaged_page_of_ogg_is_named(subtype: str, backend: Any) -> None:
+    """FFmpeg leaves out a page in which a bit has changed: an Opus recording of six seconds became one of five."""
+    if subtype == "OPUS":
+        pytest.importorskip("av")
+    file = io.BytesIO()
+    soundfile.write(file, clip(16000, 6.0), 16000, format="OGG", subtype=subtype)
+    data = bytearray(file.getvalue())
     data[len(data) // 2] ^= 0x10
     with pytest.raises(DataError, match=r"the checksum of its Ogg page at byte \d+ is wrong"):
-        audio.decode(bytes(data))
+        audio.decode(bytes(data), backend=backend)
 
 
 def test_a_wrong_ending_does_not_matter(tmp_path: Path) -> None:

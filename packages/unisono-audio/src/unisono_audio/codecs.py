@@ -11,6 +11,7 @@ import io
 import os
 import re
 import struct
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,11 +101,12 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
         most = MOST_FRAMES if wanted is None else min(wanted, MOST_FRAMES)
         parts, count = list[Samples](), 0
         while count < most:
-            part = stream.read(min(_CHUNK, most - count))
-            if not len(part):
-                break
+            ask = min(_CHUNK, most - count)
+            part = stream.read(ask)
             parts.append(mono(part))
             count += len(part)
+            if len(part) < ask:  # the end: libsndfile goes on behind it from somewhere else
+                break
     if wanted is None and count == MOST_FRAMES:
         raise BadRecording(f"is longer than {MOST_FRAMES} samples; read windows of it")
     if not count:
@@ -113,6 +115,8 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
         raise BadRecording(
             f"is damaged or cut off: its header says {header.frames} frames, and decoding ended after {start + count}"
         )
+    if header.format == "flac" and wanted is None and header.frames is not None and count > header.frames - start:
+        raise BadRecording(f"is damaged: its header says {header.frames} frames, and there are {start + count}")
     return check_finite(np.concatenate(parts), start), header.rate, start
 
 
@@ -145,9 +149,10 @@ def mono(frames: Samples) -> Samples:  # (n, channels) -> (n,)
     """The mean of the channels, added in their order."""
     if frames.shape[1] == 1:
         return frames[:, 0]
-    total = frames[:, 0] + frames[:, 1]
-    for channel in range(2, frames.shape[1]):
-        total += frames[:, channel]
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused behind this
+        total = frames[:, 0] + frames[:, 1]
+        for channel in range(2, frames.shape[1]):
+            total += frames[:, channel]
     return np.asarray(total * np.float32(1 / np.float32(frames.shape[1])), dtype=np.float32)
 
 
@@ -180,7 +185,8 @@ def _open(data: memoryview) -> Stream:
     elif head[:4] == b"fLaC":
         return _Flac(data)
     elif head[:4] == b"OggS":
-        if head[28:36] == b"OpusHead":
+        packet = 27 + data[26] if len(data) > 26 else 0  # wherever the first page's content begins
+        if data[packet : packet + 8] == b"OpusHead":
             raise NeedsFFmpeg("Opus")
         _check_pages(data)
     elif head[4:8] == b"ftyp":
@@ -363,9 +369,20 @@ class _Sound(Stream):
             self._memory = -1
 
 
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte
+
+
+def _checksum(page: memoryview) -> int:
+    """Of a page of Ogg: zlib's, but for the order of bits and its first and last step."""
+    content = bytes(page[:22]) + bytes(4) + bytes(page[26:])
+    found = zlib.crc32(content.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int.from_bytes(found.to_bytes(4, "little").translate(_REVERSED), "big")
+
+
 def _check_pages(data: memoryview) -> None:
-    """Reject a truncated Ogg file, which libsndfile would read as a shorter one."""
+    """Reject a truncated or damaged Ogg file, which libsndfile and FFmpeg would read as a shorter one."""
     at, ended, serial = 0, False, bytes(data[14:18])
+    due, begun = 0, False  # behind the headers, from where on no page may be missing; a broadcast is joined at any
     while at < len(data):
         segments = data[at + 26] if at + 26 < len(data) else 0
         size = 27 + segments + sum(data[at + 27 : at + 27 + segments])
@@ -373,6 +390,12 @@ def _check_pages(data: memoryview) -> None:
             break
         if bytes(data[at + 14 : at + 18]) != serial or (at and data[at + 5] & 2):
             raise BadRecording("holds several Ogg streams; take it apart")
+        granule, number, checksum = struct.unpack_from("<Q4xII", data, at + 6)
+        if checksum != _checksum(data[at : at + size]):
+            raise BadRecording(f"is damaged: the checksum of its Ogg page at byte {at} is wrong")
+        if begun and number != due:
+            raise BadRecording(f"is damaged: Ogg page {number} is at byte {at}, where page {due} should be")
+        due, begun = (number + 1) % (1 << 32), begun or granule != 0
         ended = ended or bool(data[at + 5] & 4)
         at += size
     if not ended:

@@ -265,8 +265,9 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room) {
         need(codecs.flac_open, "miniaudio");
         return std::make_unique<Flac>(codecs, bytes);
     } else if (starts(bytes, 0, "OggS", 4)) {
-        if (starts(bytes, 28, "\1vorbis", 7)) return open_vorbis(bytes, room);
-        if (starts(bytes, 28, "OpusHead", 8)) throw NeedsFFmpeg("Opus");
+        const int64_t packet = bytes.size > 26 ? 27 + bytes.data[26] : 0;  // wherever the first page's content begins
+        if (starts(bytes, packet, "\1vorbis", 7)) return open_vorbis(bytes, room);
+        if (starts(bytes, packet, "OpusHead", 8)) throw NeedsFFmpeg("Opus");
         Packets whole(bytes);  // of another codec, which libsndfile reads: one stream, and not cut off
     } else if (starts(bytes, 4, "ftyp", 4)) {
         throw NeedsFFmpeg("MPEG-4 audio (AAC)");
@@ -387,6 +388,9 @@ Decoded decode(const Codecs& codecs, Bytes bytes, const Window& window, Room& ro
     if (expected >= 0 && count < expected)
         throw BadRecording("is damaged or cut off: its header says " + std::to_string(header.frames) +
                            " frames, and decoding ended after " + std::to_string(start + count));
+    if (header.format == "flac" && wanted < 0 && expected >= 0 && count > expected)
+        throw BadRecording("is damaged: its header says " + std::to_string(header.frames) + " frames, and there are " +
+                           std::to_string(start + count));
     uint32_t bad = 0;
     const float* first = samples.data() + left;
     for (int64_t i = 0; i < count; i++) {
