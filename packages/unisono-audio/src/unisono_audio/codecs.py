@@ -186,7 +186,7 @@ def _open(data: memoryview) -> Stream:
         return _Flac(data)
     elif head[:4] == b"OggS":
         packet = 27 + data[26] if len(data) > 26 else 0  # wherever the first page's content begins
-        if data[packet : packet + 8] == b"OpusHead":
+        if bytes(data[packet : packet + 8]) == b"OpusHead":
             raise NeedsFFmpeg("Opus")
         _check_pages(data)
     elif head[4:8] == b"ftyp":
