@@ -28,6 +28,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
         ("[" * 80 + "]" * 80, "nested more than 64 deep"),
         ("[" * 5000 + "]" * 5000, "nested more than 64 deep"),
         ("a: " + "x" * (1 << 20), "has 1048579 bytes"),
+        (r'a: "\ud800"', r"mine.yaml:1: half a character \('\\ud800'\)"),
     ],
 )
 def test_it_is_refused(tmp_path: Path, text: str, told: str) -> None:

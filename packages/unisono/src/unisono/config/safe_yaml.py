@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from unisono.runtime.untrusted import safe_paths
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 MAX_DEPTH = 64
+_HALF = re.compile("[\ud800-\udfff]")  # of a pair in UTF-16, which no file and no message can hold
 _MAX_DIGITS = 200  # of a number: 1:1:1 is one to the base of 60
 
 
@@ -93,6 +95,8 @@ def _count_values(node: yaml.Node, path: Path, known: dict[int, int], depth: int
     if isinstance(node, yaml.ScalarNode) and len(node.value) > _MAX_DIGITS and not node.tag.endswith(":str"):
         kind = node.tag.rpartition(":")[2]
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: a value of {len(node.value)} characters ({kind})")
+    if isinstance(node, yaml.ScalarNode) and _HALF.search(node.value):
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: half a character ({node.value[:40]!a})")
     known[id(node)] = 0  # being counted
     parts: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
