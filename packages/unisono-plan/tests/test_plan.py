@@ -92,18 +92,19 @@ def test_lines_through_two_sizes_foretell_the_trace_of_a_third() -> None:
 
 
 def test_a_micro_batch_of_thousands_of_rows_is_foretold_by_traces_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a trace of it shows: FLOPs and bytes, memory at the peak, collectives."""
-    traced = list[int]()
+    """As a trace of it shows: FLOPs and bytes, memory at the peak, collectives; and no step is traced twice."""
+    traced = list[tuple[str, int, int]]()
 
     def record(*given: Any) -> Trace:
-        traced.append(given[2].size)
+        traced.append((given[1].layout.model_dump_json(), given[2].size, given[3]))
         return trace_step(*given)
 
     trace_step = torch_trace.trace_torch_step
     monkeypatch.setattr(torch_trace, "trace_torch_step", record)
     words = ("train.global_batch=16384", "layout.strategy=fsdp")
     found = plan(*words, hardware="h100x2").configured
-    assert max(traced) == 1024, "a row has 128 numbers"
+    assert max(size for _, size, _ in traced) == 1024, "a row has 128 numbers"
+    assert len(traced) == len({*traced})
     real = trace("train.precision=bf16", rows=8192, world_size=2)
     assert found.flops == real.work["flops"]
     for phase in ("forward", "backward", "optimizer"):

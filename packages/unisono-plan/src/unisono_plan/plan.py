@@ -86,12 +86,17 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
     most = split.micro_batch if in_jax else _most_rows(rows.micro_batch(min(split.micro_batch, _MOST_ROWS)))
     micro = rows.micro_batch(min(split.micro_batch, most))
     trace_step = _choose_tracer(task, config)
+    traced = dict[tuple[str, int], Trace]()  # the search asks for one step several times
 
     def trace(changes: dict[str, Any], size: int, passes: int = 1) -> Trace:
         if size > most:
             return extend(trace(changes, most // 2, passes), trace(changes, most, passes), size)
         layout = config.layout.model_copy(update={**changes, "micro_batch": size})
-        return trace_step(config.model_copy(update={"layout": layout}), rows.micro_batch(size), passes)
+        key = layout.model_dump_json(), passes
+        if key not in traced:
+            own = config.model_copy(update={"layout": layout})
+            traced[key] = trace_step(own, rows.micro_batch(size), passes)
+        return traced[key]
 
     seen = trace({}, split.micro_batch, split.passes)
     work = {name: value / micro.size for name, value in micro.work.items()}
