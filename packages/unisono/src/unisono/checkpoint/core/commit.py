@@ -338,23 +338,23 @@ def _run_on_all_ranks(
     """Run a function on every rank; all ranks fail if one does. An `unhurried` one may outlast the group's timeout."""
 
     def attempt() -> Json:
-        result, fault, passing, remedy = None, None, False, ""
+        result, fault, passing, of_system = None, None, False, False
         try:
             result = act()
         except OSError as error:
-            passing, remedy = error.errno in _TRANSIENT_ERRORS, _REMEDY if error.errno else ""
+            passing, of_system = error.errno in _TRANSIENT_ERRORS, bool(error.errno)  # ours say what to do themselves
             fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         except Exception as error:  # of any kind: the others must not wait for this rank
             fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
             passing = isinstance(error, UploadError | UnavailableError)
             log.exception("a checkpoint could not be written")
-        return [result, fault, passing, remedy]
+        return [result, fault, passing, of_system]
 
     wait = f"all ranks to {what}"
     outcomes = run_everywhere(group, attempt, wait) if unhurried else group.gather(attempt(), wait)
     faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, *_) in enumerate(outcomes) if why]
     if faults:
-        remedy = max(remedy for *_, remedy in outcomes)
+        remedy = _REMEDY if any(of_system for *_, of_system in outcomes) else ""
         failed = SaveError("; ".join(faults) + f". Older checkpoints are untouched.{remedy}")
         failed.transient = all(passing for _, why, passing, _ in outcomes if why)
         raise failed

@@ -39,7 +39,7 @@ def probe_late(facts: RunFacts, trial: Trial, step: int) -> None:
         step: its number, from 1.
     """
     _forget_unread(facts, trial, step)
-    if facts.carried or facts.neighbours or facts.additivity or facts.unstable_loss or facts.unrepeatable:
+    if _is_known(facts):
         return
     with trial.undone():
         carried = find_carried(trial)
@@ -70,13 +70,18 @@ def probe_later(facts: RunFacts, trial: Trial, step: int) -> None:
         trial: of a micro-batch whose passes are told that they are of that step.
         step: its number, from 1.
     """
-    known = facts.carried or facts.neighbours or facts.additivity or facts.unstable_loss or facts.later_terms
-    if known or facts.unrepeatable or facts.normalised or _is_sum_of_rows(trial):
+    if _is_known(facts) or facts.later_terms or facts.normalised or _is_sum_of_rows(trial):
         return
     probe_model(found := RunFacts(), trial)
     if not (found.unrepeatable or found.neighbours):
         probe_loss(found, trial)
         facts.later_terms, facts.later_step = found.additivity, step
+
+
+def _is_known(facts: RunFacts) -> bool:
+    """Whether it is known already why rows together are another computation than each alone."""
+    of_rows = facts.carried or facts.neighbours or facts.additivity
+    return bool(of_rows or facts.unstable_loss or facts.unrepeatable)
 
 
 def _forget_unread(facts: RunFacts, trial: Trial, step: int) -> None:
@@ -98,20 +103,27 @@ def _forget_unread(facts: RunFacts, trial: Trial, step: int) -> None:
         now, again = digest(), make_pass(trial, trial.copy())
         if find_other(once, again, trial.floor):
             return
-        began, passes = time.process_time(), 0
-        while passes < _PASSES and time.process_time() - began < _SECONDS:
-            trial.sums(trial.copy())
-            passes += 1
-        if other := find_other(once, make_pass(trial, trial.copy()), trial.floor):
-            facts.unstable_loss = (
-                f"in step {step}, {other} of the same rows came to something else after {passes} more passes, which "
-                f"change {facts.kept_by_task or join_names(facts.late_buffers)}"
-            )
-            return
+        passes = _repeat(trial)
+        other = find_other(once, make_pass(trial, trial.copy()), trial.floor)
+    if other:
+        facts.unstable_loss = (
+            f"in step {step}, {other} of the same rows came to something else after {passes} more passes, which "
+            f"change {facts.kept_by_task or join_names(facts.late_buffers)}"
+        )
+        return
     kept, buffers = ([name for name in new if new[name] != old.get(name)] for old, new in zip(before, now, strict=True))
     if facts.kept_by_task == join_names(kept):
         facts.kept_by_task = ""
     facts.late_buffers = [name for name in facts.late_buffers if name not in buffers]
+
+
+def _repeat(trial: Trial) -> int:
+    """Make passes over the same rows, as many as may show what counts them; returns how many."""
+    began, passes = time.process_time(), 0
+    while passes < _PASSES and time.process_time() - began < _SECONDS:
+        trial.sums(trial.copy())
+        passes += 1
+    return passes
 
 
 def _is_sum_of_rows(trial: Trial) -> bool:

@@ -386,7 +386,7 @@ class _CaseRun:
             self.recorder.write("update", 1, view.whole("parameters") | view.whole("optimizer state"))
 
     def _probe_last_step(self, micro: MicroBatch, facts: RunFacts) -> None:
-        """Try the model in the last step, where states of rows do not stand in the way."""
+        """Try the model in the last step, and in later ones, where states of rows do not stand in the way."""
         from unisono.engines.torch.view import TorchModelView
 
         view, step = self.engine.view, self.plan.steps - 1
@@ -397,14 +397,15 @@ class _CaseRun:
         def try_step(probe: Callable[[RunFacts, Trial, int], None], number: int) -> None:
             view.step = number - 1
             trial = Trial(view, self.task, micro, self.scalars(step), 1e-9)
-            with restore_state(self.task, view.module):
-                task_probes.try_probe(lambda: probe(facts, trial, number), f"step {number}")
+            task_probes.try_probe(lambda: probe(facts, trial, number), f"step {number}")
 
-        try_step(probe_late, step + 1)
-        began = time.process_time()
-        for later in LATER:
-            if time.process_time() - began < _LATER_SECONDS:
-                try_step(probe_later, later)
+        with restore_state(self.task, view.module):
+            try_step(probe_late, step + 1)
+        with restore_state(self.task, view.module):
+            began = time.process_time()
+            for later in LATER:
+                if time.process_time() - began < _LATER_SECONDS:
+                    try_step(probe_later, later)
         view.step = 0
 
     def _probe_update(self, facts: RunFacts) -> None:
