@@ -201,7 +201,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         runs.run = dataclasses.replace(runs.run, steps=steps, further=False)
         for case in several:
             runs.record(case)
-        replayed = [group for case in several if (group := record_on_their_rows(runs, case)) is not None]
+        replayed = [group for case in several if (group := record_on_their_rows(runs, case, asked)) is not None]
         left = [case for case in several if all(case.name != group.many[0].name for group in replayed)]
         if left:
             runs.record(again)
@@ -223,7 +223,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         [verdict for one in judged for verdict in one.verdicts],
         [verdict for one in judged for verdict in one.alone] + alone,
         unseen=[
-            *_describe_unseen(runs.traces[groups[0].one.name], reference, runs.run.steps),
+            *_describe_unseen(runs, groups[0], reference),
             *dict.fromkeys(line for one in judged for line in one.unseen),
         ],
         answers=[line for one in judged for line in one.answers],
@@ -398,12 +398,15 @@ def describe_later(made: int, next_epoch: int) -> str:
     return f"updates after the first {made}{further if next_epoch > made else ''}"
 
 
-def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list[str]:
+def _describe_unseen(runs: ScriptRuns, group: Group, plain: ScriptTrace) -> list[str]:
     """What the hooks have not seen of a run on one process; its rows, where it reads its own."""
+    trace, steps = runs.traces[group.one.name], runs.run.steps
     made, reading = len(trace.facts.steps), read_reading(trace.folder, 0)
+    is_cut = any(runs.traces[case.name].is_cut for case in group.cases if case.name in runs.traces)
+    ended = made < steps and not is_cut
     other, lower = "other " if trace.tensors("EMA", made - 1) else "", trace.facts.promoted
     missing = {
-        describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended and made < steps),
+        describe_later(made, reading.next_epoch if reading else 0): not (reading and reading.ended and ended),
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in plain.facts.steps),
         "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
@@ -418,6 +421,6 @@ def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
     result += filter(None, [describe_unseeded(reading.unseeded) if reading else ""])
-    if made < steps:
+    if ended:
         result.append(f"the script ended after {made} of {steps} steps (steps={steps})")
     return result

@@ -12,7 +12,7 @@ from packages.unisono.tests.proof.script_traces import build_step, write_script_
 from unisono.proof.cases import Case
 from unisono.proof.scripts.recording.rank_facts import RankFacts
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
-from unisono.proof.scripts.replay.replay_runs import Group, leave_out_rounding
+from unisono.proof.scripts.replay.replay_runs import Group, leave_out_rounded_rows, leave_out_rounding
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,29 @@ def test_updates_in_which_rounding_has_grown_are_left_out(
     assert {name: (len(trace.facts.steps), len(trace.ranks)) for name, trace in traces.items()} == dict.fromkeys(
         ("one", "again", "many"), (kept, kept)
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "others", "kept"),
+    [(6, 1, 5), (6, 2, 5), (6, 3, 9), (4, 1, 9), (5, 1, 4)],  # of four rows, in updates of which four were asked for
+)
+def test_updates_in_which_few_rows_have_other_digits_are_left_out(
+    tmp_path: Path, step: int, others: int, kept: int
+) -> None:
+    """One row that a generator made, rounded otherwise in update 11, left nothing to compare of the ten before it."""
+    facts = [build_step([[]]) for _ in range(9)]
+    traces = [
+        write_script_trace(
+            tmp_path / name,
+            [
+                [RankFacts(inputs=[*"abcd"[made if n == step else 0 :], *"wxyz"[: made if n == step else 0]])]
+                for n in range(1, 10)
+            ],
+            facts,
+        )
+        for name, made in (("many", 0), ("one", others))
+    ]
+    leave_out_rounded_rows(traces[0], traces[1], 4)
+    assert [(len(trace.facts.steps), len(trace.ranks), trace.is_cut) for trace in traces] == [
+        (kept, kept, kept < 9)
+    ] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -66,11 +67,19 @@ class ScriptTrace(Trace):
     Args:
         folder: where it lies.
         precision: of the run, `fp64` or `fp32`.
+
+    Attributes:
+        is_cut: whether updates that were made are left out.
     """
 
     def __init__(self, folder: Path, precision: str) -> None:
         super().__init__(folder)
-        self.precision = precision
+        self.precision, self.is_cut = precision, False
+
+    def leave_out_from(self, step: int) -> None:
+        """Leave out an update, by its number from 1, and those behind it."""
+        del self.facts.steps[step - 1 :], self.ranks[step - 1 :]
+        self.is_cut = True
 
     @cached_property
     def ranks(self) -> list[list[RankFacts]]:
@@ -91,6 +100,11 @@ def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, floa
     for values in everyone:
         known = {**values, **known}
     return [{**known, **values} for values in everyone if values]
+
+
+def count_inputs(seen: Sequence[RankFacts]) -> Counter[str]:
+    """How often the model was given each row in a step, on these ranks together."""
+    return Counter(row for rank in seen for row in rank.inputs)
 
 
 def have_same_inputs(seen: Sequence[RankFacts]) -> bool:

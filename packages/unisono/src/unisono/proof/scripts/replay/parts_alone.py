@@ -8,7 +8,6 @@ it does not, a rank's loss has something else in it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +21,7 @@ from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
 from unisono.proof.scripts.judging.gradient_sums import LEAST_ELEMENTS, ROUNDING
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns
-from unisono.proof.scripts.recording.rank_facts import ScriptTrace, reduced_moment
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace, count_inputs, reduced_moment
 from unisono.proof.scripts.recording.script_collectives import Exchange, merge_exchanges
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_plan import plan_replay, reads_numbers
@@ -363,9 +362,9 @@ def _compute_alone(runs: ScriptRuns, case: Case, mine: ScriptTrace, ranks: list[
         return None
     if len(trace.ranks) <= step:
         return None
-    wanted = Counter(row for rank in ranks for row in mine.ranks[step][rank].inputs)
+    wanted = count_inputs([mine.ranks[step][rank] for rank in ranks])
     reading = read_reading(trace.folder, 0)
-    if not wanted or wanted != Counter(trace.ranks[step][0].inputs) or reading is None or reading.reason:
+    if not wanted or wanted != count_inputs(trace.ranks[step]) or reading is None or reading.reason:
         return None
     made = _read(trace, 0, step)
     if not made.is_finite:  # of fewer rows, the mean of none

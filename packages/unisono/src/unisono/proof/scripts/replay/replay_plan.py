@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from unisono.proof.scripts.judging.gradient_sums import find_differing
-from unisono.proof.scripts.recording.rank_facts import ScriptTrace, describe_parts_of_rows
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace, count_inputs, describe_parts_of_rows
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.row_exchange import How
 from unisono.runtime.text import join_names
@@ -77,7 +76,7 @@ def explain_failure(mine: ScriptTrace, replayed: ScriptTrace, plain: ScriptTrace
         return f"one process made {len(replayed.ranks)} updates of them, and not {len(mine.ranks)}"
     seen = False
     for step, (ranks, one) in enumerate(zip(mine.ranks, replayed.ranks, strict=False), 1):
-        wanted, given = Counter(row for rank in ranks for row in rank.inputs), Counter(one[0].inputs)
+        wanted, given = count_inputs(ranks), count_inputs(one)
         seen |= bool(wanted)
         if wanted != given:
             left = (wanted - given).total()
@@ -98,7 +97,7 @@ def _depends_on_places(replayed: ScriptTrace, plain: ScriptTrace) -> bool:
     mine, own = replayed.ranks[0][0], plain.ranks[0][0]
     if replayed.facts.random or plain.facts.random or len(mine.losses) != 1 or len(own.losses) != 1:
         return False  # draws, or other micro-batches, may make the difference
-    if Counter(mine.inputs) != Counter(own.inputs):
+    if count_inputs([mine]) != count_inputs([own]):
         return False
     given, alone = (trace.tensors("raw gradients", 0) for trace in (replayed, plain))
     return bool(find_differing(given, alone, plain.precision))

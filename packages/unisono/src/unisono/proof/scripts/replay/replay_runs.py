@@ -10,7 +10,7 @@ from unisono.proof.judgement import FLOOR
 from unisono.proof.scripts.judging import script_rows
 from unisono.proof.scripts.judging.gradient_sums import find_differing
 from unisono.proof.scripts.judging.script_comparison import ScriptRuns, find_local_statistics
-from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace, count_inputs
 from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_plan import ReplayPlan, explain_failure, plan_replay
 
@@ -39,11 +39,16 @@ class Group:
         return [self.one, self.again, *self.many]
 
 
-def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
+def record_on_their_rows(runs: ScriptRuns, case: Case, asked: int) -> Group | None:
     """Run one process on the rows that the ranks of a case have read, if these are not those of one process.
 
     None if one process is to be compared as it is: its rows are the same, no run has come to its end, or the rows of
     the ranks cannot be given to it. The reason for the last is noted in `runs.left`.
+
+    Args:
+        runs: of the script.
+        case: of several processes.
+        asked: updates that are compared in any case.
     """
     one = runs.cases[0]
     if case.name not in runs.traces:
@@ -72,9 +77,11 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     if replayed is None:
         runs.left[case.name] = f"one process cannot compute with them: {runs.ended.pop(on_theirs.name)}"
         return None
+    leave_out_rounded_rows(trace, replayed, asked)
     if why := explain_failure(trace, replayed, reference):
         runs.left[case.name] = why
         return None
+    runs.changes[again.name]["steps"] = len(trace.facts.steps)
     runs.record(again)
     trace.facts.per_process = find_local_statistics(trace, replayed)
     return Group(on_theirs, again, [replace(case, reference=name)], plan, reason)
@@ -85,7 +92,23 @@ def _cut_before_other_epochs(trace: ScriptTrace, reference: ScriptTrace) -> None
     readings = [read_reading(run.folder, 0) for run in (trace, reference)]
     begins = {reading.next_epoch for reading in readings if reading and reading.next_epoch}
     if len(begins) > 1 and 1 < min(begins) <= len(trace.facts.steps):
-        del trace.facts.steps[min(begins) - 1 :], trace.ranks[min(begins) - 1 :]
+        trace.leave_out_from(min(begins))
+
+
+def leave_out_rounded_rows(trace: ScriptTrace, replayed: ScriptTrace, asked: int) -> None:
+    """Leave out the updates, behind those asked for, from which on some rows reach the model with other digits.
+
+    What another model has made of them (a generator) differs by rounding, which grows, and is told by its digest. So a
+    few rows are others; of rows that are drawn or mixed most are, and the case is left to `explain_failure`.
+    """
+    for step, (ranks, one) in enumerate(zip(trace.ranks, replayed.ranks, strict=False), 1):
+        wanted, given = count_inputs(ranks), count_inputs(one)
+        if wanted == given:
+            continue
+        if step > asked and 2 * (wanted - given).total() <= wanted.total():
+            trace.leave_out_from(step)
+            replayed.leave_out_from(step)
+        return
 
 
 def leave_out_rounding(runs: ScriptRuns, group: Group, asked: int) -> None:
@@ -111,7 +134,7 @@ def leave_out_rounding(runs: ScriptRuns, group: Group, asked: int) -> None:
     grown = [step for (quantity, step), size in apart.items() if step > kept and size > least[quantity]]
     for case in group.cases if grown else ():
         if (trace := runs.traces.get(case.name)) is not None:
-            del trace.facts.steps[min(grown) - 1 :], trace.ranks[min(grown) - 1 :]
+            trace.leave_out_from(min(grown))
 
 
 def _agree(trace: ScriptTrace, reference: ScriptTrace) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
-from unisono.proof.scripts.recording.rank_facts import ScriptTrace
+from unisono.proof.scripts.recording.rank_facts import ScriptTrace, count_inputs
 from unisono.proof.scripts.recording.rows_seen import source_of
 from unisono.proof.scripts.replay.reading import read_epochs, read_reading
 from unisono.runtime.fault_names import FaultName
@@ -90,7 +90,7 @@ def describe_left_out(mine: ScriptTrace, reference: ScriptTrace) -> str:
     """
     lost = []
     for seen, one in zip(mine.ranks, reference.ranks, strict=False):
-        ours, theirs = Counter(row for rank in seen for row in rank.inputs), Counter(one[0].inputs)
+        ours, theirs = count_inputs(seen), count_inputs(one)
         if not ours or ours - theirs or ours == theirs or any(rank.cleared for rank in seen):
             return ""
         lost.append((ours.total(), theirs.total()))
@@ -124,10 +124,7 @@ def describe_read_again(mine: ScriptTrace, reference: ScriptTrace) -> str:
     Until then they are given those of one process, as many in each update. That never reads one twice; so no new epoch
     has begun, and chance does not draw most rows of an update again. Rows are known by what the model is given.
     """
-    pairs = [
-        (Counter(row for rank in seen for row in rank.inputs), Counter(one[0].inputs))
-        for seen, one in zip(mine.ranks, reference.ranks, strict=False)
-    ]
+    pairs = [(count_inputs(seen), count_inputs(one)) for seen, one in zip(mine.ranks, reference.ranks, strict=False)]
     apart = next((step for step, (ours, theirs) in enumerate(pairs) if ours != theirs), 0)
     alone = Counter[str]()
     for _, theirs in pairs:
