@@ -17,10 +17,12 @@ import torch.distributed as dist
 from packages.unisono.tests import processes
 from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.ports import free_port
+from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import process_group
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.consensus import share_first
 from unisono.runtime.communication.listening import reserve_port
-from unisono.runtime.errors import DeadlineError
+from unisono.runtime.errors import DeadlineError, DesyncError
 
 CPU = torch.device("cpu")
 VALUES = [
@@ -153,10 +155,10 @@ def rejoined(place: ProcessInfo, group: Communicator, timeout: float) -> process
     return process_group.start(place, CPU, timeout=timeout, start_timeout=60)
 
 
-def late(wait: Callable[[], Any]) -> str:
+def told(wait: Callable[[], Any]) -> str:
     try:
         wait()
-    except DeadlineError as error:
+    except (DeadlineError, DesyncError) as error:
         return str(error)
     return "it came"
 
@@ -171,6 +173,11 @@ def on_two(place: ProcessInfo, group: process_group.TorchCommunicator, folder: P
         patch.setattr(dist, "all_gather", None)  # one reduction is all that is needed
         result["alike"] = group.gather({"fine": [True, 1.5]}, "whether all are well")
     result["alike"][0]["fine"].append("only here")
+    comparison = CollectiveComparison(place, 60, wanted=True)
+    comparison.start()
+    result["shared"] = share_first(group, lambda: "made", "what the first makes")
+    result["logged alike"] = told(lambda: comparison.check("the end"))
+    comparison.close()
 
     came = folder / "came"
     if place.is_first:
@@ -183,17 +190,17 @@ def on_two(place: ProcessInfo, group: process_group.TorchCommunicator, folder: P
     group = rejoined(place, group, timeout=1)  # a process that is there, and does not come
     given_up = folder / "given up"
     if place.is_first:
-        result["stuck"] = late(lambda: group.gather(1, "the answer of the others"))
+        result["stuck"] = told(lambda: group.gather(1, "the answer of the others"))
         given_up.touch()
     else:
         jobs.wait_for(given_up.exists, 30.0)
-        result["stuck"] = late(lambda: group.barrier("those who have given up"))
+        result["stuck"] = told(lambda: group.barrier("those who have given up"))
     return result
 
 
 def gone(place: ProcessInfo, group: Communicator) -> str:
     """The second process ends; the first waits for it far longer than a test may take."""
-    return late(lambda: group.gather(1, "a process that has gone")) if place.is_first else ""
+    return told(lambda: group.gather(1, "a process that has gone")) if place.is_first else ""
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +217,11 @@ def test_every_rank_gathers_all_values_in_rank_order_and_waits_at_a_barrier(
         assert result["on the first"] == ([] if rank else VALUES)
         assert result["alike"] == [{"fine": [True, 1.5, "only here"]}, {"fine": [True, 1.5]}]
     assert both[0]["barrier"]
+
+
+def test_work_of_the_first_rank_is_no_difference_between_the_collectives_of_all(both: list[dict[str, Any]]) -> None:
+    """The claim: what an export or an environment shares in the middle of a run ends no run as one out of step."""
+    assert [(rank["shared"], rank["logged alike"]) for rank in both] == [("made", "it came")] * 2
 
 
 def test_a_wait_for_a_process_that_does_not_come_ends_and_says_what_it_was_for(both: list[dict[str, Any]]) -> None:

@@ -64,15 +64,23 @@ def raise_everywhere(
 def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None:
     """Run `work` on rank 0, for longer than any timeout allows; the others receive a sign of life every second.
 
-    Collective; nothing else may use the channel in the meantime. The work runs in the calling thread.
+    Collective; nothing else may use the channel in the meantime. The work runs in the calling thread, and the signs of
+    life in another one on every rank: a log of collectives, which passes over other threads, then sees none on any.
 
     Returns:
         On rank 0 the result of `work`; on the others None, once it is done.
     """
     if channel.rank:
-        while channel.gather(False, what)[0]:
-            pass
-        return None
+
+        def wait() -> None:
+            while channel.gather(False, what)[0]:
+                pass
+
+        waiting = _Attempt(wait)
+        thread = threading.Thread(target=waiting.make, name=what, daemon=True)
+        thread.start()
+        thread.join()
+        return waiting.result()
     over = threading.Event()
 
     def report() -> None:
