@@ -147,7 +147,7 @@ class ParquetReader:
     def block(self, number: int) -> TableBlock | _Batches:
         """A row group."""
         first, rows = int(self._firsts[number]), int(self.rows[number])
-        with wrap_read_errors(self._file), self._file.open() as source, self._parquet(source) as parquet:
+        with wrap_read_errors(self._file), self._file.open(mapped=False) as source, self._parquet(source) as parquet:
             at_once = self._check_size(number, source=source)
             if rows <= at_once:
                 table = parquet.reader.read_row_group(number, self._places(self._names), False).select(self._names)
@@ -205,7 +205,7 @@ class ParquetReader:
     def _open_file(self, **options: Any) -> Iterator[Any]:
         with (
             wrap_read_errors(self._file),
-            self._file.open() as source,
+            self._file.open(mapped=False) as source,
             self._parquet(source, **options) as parquet,
         ):
             yield parquet
@@ -256,7 +256,7 @@ class ParquetReader:
         if places:
             self._check_footer()
         if source is None and places:
-            with wrap_read_errors(self._file), self._file.open() as opened:
+            with wrap_read_errors(self._file), self._file.open(mapped=False) as opened:
                 pages = self._read_pages(number, places, opened)
         else:
             pages = self._read_pages(number, places, source)
