@@ -15,6 +15,7 @@ from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_repla
 from unisono.proof.scripts.replay.rows_read import (
     describe_epoch,
     describe_left_out,
+    describe_other_order,
     describe_read_again,
     describe_repeated_order,
     judge_reading,
@@ -265,4 +266,27 @@ def test_rows_that_are_read_again_where_one_process_reads_on_are_told(
 ) -> None:
     """A resume that counts the rows of one rank goes back in the stream of all."""
     found = describe_read_again(write_inputs(tmp_path / "many", ours, 2), write_inputs(tmp_path / "one", theirs, 1))
+    assert bool(found) == bool(said) and said in found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (
+            ["aecg", "ebga"],
+            ["abcd", "efgh"],
+            "rank 1 takes its part of another order: in 2 updates, 3 of 8 rows are read",
+        ),
+        (["axcy", "ezgw"], ["abcd", "efgh"], ""),  # rows that one process has not: drawn or changed there
+        (["aecg", "baga"], ["abcd", "efgh"], ""),  # no rank has a part of both updates
+        (["aecg"], ["abcd"], ""),  # one update, in which ranks that draw for themselves have such a part, too
+        (["aecg", "eaga"], ["abcd", "efga"], ""),  # one process draws with replacement
+        (["abcd", "efgh"], ["abcd", "efgh"], ""),
+    ],
+)
+def test_a_rank_that_takes_its_part_of_another_order_is_told(
+    tmp_path: Path, ours: list[str], theirs: list[str], said: str
+) -> None:
+    """A stream that every rank shuffles by itself and then takes its stride of: its rows have no numbers."""
+    found = describe_other_order(write_inputs(tmp_path / "many", ours, 2), write_inputs(tmp_path / "one", theirs, 1))
     assert bool(found) == bool(said) and said in found

@@ -61,6 +61,9 @@ def judge_reading(
     if said := describe_read_again(mine, reference):
         failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
         return failed, replace(build_diagnosis(FaultName.ROWS_TWICE, said), remedy=_COUNT_ALL)
+    if said := describe_other_order(mine, reference):
+        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
+        return failed, build_diagnosis(FaultName.ROWS_TWICE, said)
     size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     ours, theirs = _inputs_by_number(mine), _inputs_by_number(reference)
@@ -137,6 +140,35 @@ def describe_read_again(mine: ScriptTrace, reference: ScriptTrace) -> str:
     return (
         f"of the {ours.total()} rows of update {apart + 1}, {again} are those of updates before it; one process, which "
         "read the same rows until then, goes on to new ones (a place in a stream that is counted by each rank alone?)"
+    )
+
+
+def describe_other_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
+    """In words, that a rank takes its part of another order than the rest; empty where none does.
+
+    The others have a part of what one process reads, update by update, so they take parts of one order. A rank that
+    draws what it reads has such a part in the first update at most. Rows are known by what the model is given.
+    """
+    pairs = list(zip(mine.ranks, reference.ranks, strict=False))
+    each = [[count_inputs([rank]) for rank in seen] for seen, _ in pairs]
+    alone = [count_inputs(one) for _, one in pairs]
+    read = sum((count_inputs(seen) for seen, _ in pairs), Counter[str]())
+    whole = sum(alone, Counter[str]())
+    apart = [
+        number
+        for number, updates in enumerate(zip(*each, strict=True))
+        if any(own - theirs for own, theirs in zip(updates, alone, strict=True))
+    ]
+    own = Counter(row for seen in each for number in apart for row in seen[number].elements())
+    known = sum(count for row, count in own.items() if row in whole)
+    if len(pairs) < 2 or not apart or len(apart) == len(each[0]) or not all(alone) or read.total() != whole.total():
+        return ""
+    if max(whole.values()) > 1 or 2 * known <= own.total():  # drawn with replacement, or rows that no other has
+        return ""
+    twice = read.total() - len(read)
+    return (
+        f"rank {apart[0]} takes its part of another order: in {len(pairs)} updates, {twice} of {whole.total()} rows "
+        "are read twice; what the others read is a part of what one process reads, update by update"
     )
 
 
