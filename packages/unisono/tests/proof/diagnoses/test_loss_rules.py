@@ -22,6 +22,7 @@ from packages.unisono.tests.proof.patterns import (
     told,
     trace,
 )
+from packages.unisono.tests.proof.script_traces import OWN, combine
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.recording.trace import Part, write_tensors
 
@@ -60,6 +61,24 @@ def test_what_a_mean_of_means_does_not_reproduce_is_not_called_so(tmp_path: Path
 def test_a_mean_of_means_with_a_loss_that_is_logged_right(tmp_path: Path) -> None:
     found = pair(tmp_path, summed([1 / 4, 1 / 12]))
     assert name(found, passed("loss"), failed("raw gradients", 1)) == "A mean of means"
+
+
+@pytest.mark.parametrize(
+    ("true", "fault"),
+    [
+        ((0.25, 0.75), "A mean of means"),
+        ((0.5 + 1e-7, 0.5 + 1e-7), "The loss depends on the layout"),  # as an epsilon beside a norm makes them
+    ],
+)
+def test_a_plain_mean_is_a_fault_only_where_one_process_weighs_parts_otherwise(
+    tmp_path: Path, true: tuple[float, float], fault: str
+) -> None:
+    mine, reference = (trace(tmp_path / name, [[4], [4]]) for name in ("mine", "one"))
+    for rank, own in enumerate(OWN):
+        write_tensors(mine.folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
+    write_tensors(mine.folder, "raw gradients", 0, combine(0.5, 0.5))
+    write_tensors(reference.folder, "raw gradients", 0, combine(*true))
+    assert diagnose((mine, reference), loss(1)).fault == fault
 
 
 def test_a_loss_of_which_nothing_is_known_gets_a_neutral_name(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def _equal_weights(pattern: Pattern) -> str:
     theirs = predictions.fit_weights(pattern.true_gradient, local, pattern.fitting)
     if ours is None or theirs is None or min(theirs) <= 0:
         return ""
-    equal = max(ours) - min(ours) <= 1e-6 * max(ours)
-    if not equal or not predictions.is_equal(sum(ours), sum(theirs), 1e-6):
+    ours_equal, theirs_equal = (max(each) - min(each) <= 1e-6 * max(each) for each in (ours, theirs))
+    if not ours_equal or theirs_equal or not predictions.is_equal(sum(ours), sum(theirs), 1e-6):
         return ""
     shown = ", ".join(f"{weight / sum(theirs):.3g}" for weight in theirs[:6])
     return (

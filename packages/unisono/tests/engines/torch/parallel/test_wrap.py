@@ -354,6 +354,15 @@ def test_fsdp_refuses_what_it_cannot_shard_by_name(parameter: torch.Tensor, mess
         wrap.wrap(wrap.StepModule(LinearTask(), model), layout("fsdp"), "fp32", CPU, 2, 60.0)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_fsdp_refuses_a_hook_on_a_gradient_which_it_would_never_call(register: str) -> None:
+    """The claim: a model trains under FSDP as under DDP, or is refused; a mask on a gradient was lost in silence."""
+    model = Stack(2)
+    getattr(next(model.blocks[1].parameters()), register)(lambda tensor: None)
+    with pytest.raises(ConfigError, match=r"'blocks\.1\..*' has a hook on its gradient.* use layout.strategy=ddp"):
+        wrap.wrap(wrap.StepModule(LinearTask(), model), layout("fsdp"), "fp32", CPU, 2, 60.0)
+
+
 def gathered_together(place: ProcessInfo, group: Communicator) -> list[list[str]]:
     """The units of FSDP, where passes call all blocks and where they may leave some out."""
     result = []

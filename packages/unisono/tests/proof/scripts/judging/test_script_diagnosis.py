@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.unisono.tests.proof.script_traces import write_script_trace
+from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.scripts.judging.script_diagnosis import diagnose_script, find_line
@@ -44,4 +44,26 @@ def test_a_check_of_the_run_by_itself_gives_the_name_of_its_own_step_alone(
     likely = build_diagnosis(FaultName.LOCAL_BUFFERS, "ranks differ in n")
     check = SelfCheck([buffers], [], [], 2, "mean", failed=buffers, diagnosis=likely)
     found = diagnose_script(Verdict("2 processes", "1 process", False, [loss], [buffers]), check, mine, one)
+    assert found is not None and found.fault == fault
+
+
+@pytest.mark.parametrize(
+    ("apart", "fault"),
+    [
+        (["'ema/w' is not the same on ranks [0] and [1]"], FaultName.EMA_DRIFT),
+        (["'ema/w' is not the same on ranks [0] and [1]", "'w' is not"], FaultName.LOSS_BY_LAYOUT),
+        ([], FaultName.LOSS_BY_LAYOUT),
+    ],
+)
+def test_a_teacher_that_ranks_hold_apart_with_the_second_update_is_behind_the_first_loss(
+    tmp_path: Path, apart: list[str], fault: FaultName
+) -> None:
+    """Copied from weights that ranks drew by themselves, before a wrapper brought these together."""
+    steps = [build_step([[], []]), build_step([[], []], replicas=apart)]
+    mine = write_script_trace(tmp_path / "many", [[RankFacts(), RankFacts()]] * 2, steps)
+    one = write_script_trace(tmp_path / "one", [[RankFacts()]] * 2)
+    loss = ComparedQuantity("loss", "FAIL", Difference(0.1, 1, "loss", 2.2, 2.0), 1e-9)
+    found = diagnose_script(
+        Verdict("2 processes", "1 process", False, [loss]), SelfCheck([], [], [], 2, "mean"), mine, one
+    )
     assert found is not None and found.fault == fault

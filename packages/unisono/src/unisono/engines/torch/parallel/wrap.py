@@ -178,6 +178,12 @@ def _shard_module(
                 f"layout.strategy={layout.strategy}: the parameter '{name}' {what}, which torch's FSDP cannot shard; "
                 f"use layout.strategy=ddp, or give it {remedy}"
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"layout.strategy={layout.strategy}: the parameter '{name}' has a hook on its gradient, and "
+                "torch's FSDP puts others in the place of all parameters, so the hook would never be called; use "
+                "layout.strategy=ddp, or do in the model's forward pass, or in the optimizer, what it does"
+            )
     shards = layout.shards or world_size
     if layout.strategy == "hsdp":
         mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))

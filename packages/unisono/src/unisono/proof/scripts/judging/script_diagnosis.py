@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
+from unisono.proof.recording.trace import AVERAGE
 from unisono.proof.scripts.judging import self_check
 from unisono.proof.scripts.judging.confirmations import confirm
 from unisono.proof.scripts.judging.optimizer_settings import add_settings
@@ -70,6 +71,12 @@ def _consider_run(
         world = len(mine.ranks[0])
         found = diagnosis.diagnose(mine, reference, [copies], world) or found  # the loss may read what differs before
     step = first.worst.step
+    if found.is_neutral and step == 1 and first.quantity == "loss" and (apart := _find_copy_apart(mine)):
+        detail = (
+            f"{apart} before the second update, when copies of the model are first looked at, and their weights are; "
+            "the loss, which differs from the first update on, may read it: made before weights were brought together?"
+        )
+        found = build_diagnosis(FaultName.EMA_DRIFT, detail)
     left_out = check.dropped.get(step - 1, []) if first.quantity == "raw gradients" else []
     if left_out and found.is_neutral:
         detail = f"step {step}: what the backward passes of ranks {left_out} made is not in the update"
@@ -85,3 +92,9 @@ def _consider_run(
         )
         found = build_diagnosis(FaultName.NOT_SYNCHRONISED, detail)
     return found
+
+
+def _find_copy_apart(mine: ScriptTrace) -> str:
+    """In words, that ranks do not hold a copy of the model alike with the second update, and all else alike."""
+    apart = mine.facts.steps[1].replicas if len(mine.facts.steps) > 1 else []
+    return apart[0] if apart and all(said.startswith(AVERAGE) for said in apart) else ""
