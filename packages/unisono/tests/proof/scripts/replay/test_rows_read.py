@@ -277,6 +277,7 @@ def test_rows_that_are_read_again_where_one_process_reads_on_are_told(
             ["abcd", "efgh"],
             "rank 1 takes its part of another order: in 2 updates, 3 of 8 rows are read",
         ),
+        (["afch", "ebgd"], ["abcd", "efgh"], ""),  # each row once: every rank shuffles what is its own
         (["axcy", "ezgw"], ["abcd", "efgh"], ""),  # rows that one process has not: drawn or changed there
         (["aecg", "baga"], ["abcd", "efgh"], ""),  # no rank has a part of both updates
         (["aecg"], ["abcd"], ""),  # one update, in which ranks that draw for themselves have such a part, too

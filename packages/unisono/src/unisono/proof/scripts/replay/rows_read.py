@@ -166,6 +166,8 @@ def describe_other_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
     if max(whole.values()) > 1 or 2 * known <= own.total():  # drawn with replacement, or rows that no other has
         return ""
     twice = read.total() - len(read)
+    if not twice:  # each shuffles what is its own
+        return ""
     return (
         f"rank {apart[0]} takes its part of another order: in {len(pairs)} updates, {twice} of {whole.total()} rows "
         "are read twice; what the others read is a part of what one process reads, update by update"
