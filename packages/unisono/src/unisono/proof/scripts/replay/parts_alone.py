@@ -32,6 +32,7 @@ _OPEN = (FaultName.LOSS_BY_LAYOUT, FaultName.GRADIENTS_BY_LAYOUT)
 _MOST_RANKS = 4  # whose rows are tried
 _LATEST = 11  # the last step, from 0, up to which that is tried
 _FITTED = 1e-6  # relative, of what differences of gradients say in fp64
+_LOSS = 1e-5  # relative, at most what rounding comes to in a loss, of which fp32 has more digits than of a gradient
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def explain_parts(
         detail = f"{each}; it has a term that no row has, and gradients are not added up as those of one process are"
         return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
     losses = [sum(rank.loss for rank in ranks), sum(rank.loss for rank in ranks) / len(ranks)]
-    if any(predictions.is_equal(loss, whole.loss, limit) for loss in losses):
+    if any(predictions.is_equal(loss, whole.loss, min(limit, _LOSS)) for loss in losses):
         detail = (
             f"{each}; these losses add up to that of all rows, and their gradients do not: a hook, a clamp or a factor "
             "without a gradient takes something of several rows before anything is reduced, or the script adds to "
@@ -305,7 +306,8 @@ def explain_exchange(
     """The fault where ranks exchange values while they compute, and only gradients are wrong; else what was found."""
     total = sum(rank.loss for rank in ranks)
     without = [line for line, kind in exchanged.items() if kind == Exchange.ROWS]
-    if not without or not any(predictions.is_equal(loss, whole.loss, limit) for loss in (total, total / len(ranks))):
+    losses = total, total / len(ranks)
+    if not without or not any(predictions.is_equal(loss, whole.loss, min(limit, _LOSS)) for loss in losses):
         return found
     detail = (
         f"{found.because.partition(';')[0]}; the ranks' losses add up to that of one process, and one process that is "
