@@ -80,7 +80,8 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
         thread = threading.Thread(target=waiting.make, name=what, daemon=True)
         thread.start()
         thread.join()
-        return waiting.result()
+        waiting.result()  # raises what has ended the wait
+        return None
     over = threading.Event()
 
     def report() -> None:
