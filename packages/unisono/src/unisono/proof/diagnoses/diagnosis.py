@@ -315,7 +315,7 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
 
 
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
-    if average := pattern.average_apart:
+    if average := pattern.step.average_apart:
         return build_diagnosis(FaultName.EMA_DRIFT, f"{average}, and their weights are")
     apart = pattern.step.replicas
     because = f"what rank 0 has is that of one process, and others differ{f': {apart[0]}' if apart else ''}"

@@ -38,7 +38,7 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
             return build_diagnosis(FaultName.LOSS_BY_CALL, why)
         if pattern.parts:
             return _diagnose_report(pattern)
-    if pattern.failed("replicas") and not pattern.parts and (average := pattern.average_apart):
+    if pattern.failed("replicas") and not pattern.parts and (average := pattern.step.average_apart):
         detail = f"{average}, and their weights are; the loss, which differs, may read the average"
         return build_diagnosis(FaultName.EMA_DRIFT, detail)
     if pattern.failed("replicas") and not pattern.parts:

@@ -12,7 +12,7 @@ from unisono.proof.diagnoses.predictions import ROUNDING, PartGradients, fit_wei
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of, sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.output_digest import sketch_distance
-from unisono.proof.recording.trace import AVERAGE, Array, Part, RunFacts, StepFacts, Trace
+from unisono.proof.recording.trace import Array, Part, RunFacts, StepFacts, Trace
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,6 @@ class Pattern:
     def failed(self, quantity: str) -> bool:
         """Whether it differs in the same step; what differs later may follow from this."""
         return any(step == self.worst.step for step in self._steps(quantity))
-
-    @property
-    def average_apart(self) -> str:
-        """A moving average that ranks do not hold alike in this step, where they do hold all else alike; else empty."""
-        apart = self.step.replicas
-        return apart[0] if apart and all(said.startswith(AVERAGE) for said in apart) else ""
 
     def agrees(self, quantity: str) -> bool:
         """Whether it was recorded, which it need not be, and is the same up to this step."""

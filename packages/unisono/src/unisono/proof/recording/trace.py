@@ -93,6 +93,11 @@ class StepFacts:
         return bool(self.lr)
 
     @property
+    def average_apart(self) -> str:
+        """A moving average that ranks do not hold alike, where they do hold all else alike; else empty."""
+        return self.replicas[0] if self.replicas and all(said.startswith(AVERAGE) for said in self.replicas) else ""
+
+    @property
     def has_equal_ranks(self) -> bool:
         """Whether several ranks had just the same rows; some in common may be right, where a batch straddles epochs."""
         several = len(self.by_rank) > 1 and len(self.rows) > 1

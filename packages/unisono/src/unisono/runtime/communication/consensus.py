@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
 
 from unisono.runtime.communication.communicator import Channel, Json
@@ -70,31 +69,23 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
     Returns:
         On rank 0 the result of `work`; on the others None, once it is done.
     """
-    if channel.rank:
-
-        def wait() -> None:
-            while channel.gather(False, what)[0]:
-                pass
-
-        waiting = _Attempt(wait)
-        thread = threading.Thread(target=waiting.make, name=what, daemon=True)
-        thread.start()
-        thread.join()
-        waiting.result()  # raises what has ended the wait
-        return None
     over = threading.Event()
 
-    def report() -> None:
-        with suppress(Exception):  # the next collective exchange names the rank that is gone
-            while channel.gather(not over.wait(_SIGN_OF_LIFE), what)[0]:
-                pass
+    def exchange() -> None:
+        while channel.gather(channel.rank == 0 and not over.wait(_SIGN_OF_LIFE), what)[0]:
+            pass
 
-    thread = threading.Thread(target=report, name=what, daemon=True)
+    signs = _Attempt(exchange)
+    thread = threading.Thread(target=signs.make, name=what, daemon=True)
     if channel.size > 1:
         thread.start()
+    if channel.rank:
+        thread.join()
+        signs.result()  # raises what has ended the wait
+        return None
     try:
         return work()
-    finally:
+    finally:  # an error of the signs is left to the next collective exchange, which names the rank that is gone
         over.set()
         if channel.size > 1:
             thread.join(_JOIN_TIMEOUT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnoses import diagnosis
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
-from unisono.proof.recording.trace import AVERAGE
 from unisono.proof.scripts.judging import self_check
 from unisono.proof.scripts.judging.confirmations import confirm
 from unisono.proof.scripts.judging.optimizer_settings import add_settings
@@ -71,7 +70,9 @@ def _consider_run(
         world = len(mine.ranks[0])
         found = diagnosis.diagnose(mine, reference, [copies], world) or found  # the loss may read what differs before
     step = first.worst.step
-    if found.is_neutral and step == 1 and first.quantity == "loss" and (apart := _find_copy_apart(mine)):
+    second = mine.facts.steps[1:2]  # with which copies of the model are first looked at
+    apart = second[0].average_apart if second else ""
+    if found.is_neutral and step == 1 and first.quantity == "loss" and apart:
         detail = (
             f"{apart} before the second update, when copies of the model are first looked at, and their weights are; "
             "the loss, which differs from the first update on, may read it: made before weights were brought together?"
@@ -92,9 +93,3 @@ def _consider_run(
         )
         found = build_diagnosis(FaultName.NOT_SYNCHRONISED, detail)
     return found
-
-
-def _find_copy_apart(mine: ScriptTrace) -> str:
-    """In words, that ranks do not hold a copy of the model alike with the second update, and all else alike."""
-    apart = mine.facts.steps[1].replicas if len(mine.facts.steps) > 1 else []
-    return apart[0] if apart and all(said.startswith(AVERAGE) for said in apart) else ""

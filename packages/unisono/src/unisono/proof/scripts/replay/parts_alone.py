@@ -213,8 +213,7 @@ def explain_parts(
             )
         detail = f"{each}; it has a term that no row has, and gradients are not added up as those of one process are"
         return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
-    losses = [sum(rank.loss for rank in ranks), sum(rank.loss for rank in ranks) / len(ranks)]
-    if any(predictions.is_equal(loss, whole.loss, min(limit, _LOSS)) for loss in losses):
+    if _losses_add_up(ranks, whole, limit):
         detail = (
             f"{each}; these losses add up to that of all rows, and their gradients do not: a hook, a clamp or a factor "
             "without a gradient takes something of several rows before anything is reduced, or the script adds to "
@@ -228,6 +227,12 @@ def explain_parts(
         return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
     known = twice is not None  # else it may be a term that no row has
     return build_diagnosis(FaultName.STATISTIC_OF_PARTS if known else FaultName.LOSS_BY_LAYOUT, detail)
+
+
+def _losses_add_up(ranks: Sequence[Computed], whole: Computed, limit: float) -> bool:
+    """Whether the sum or the mean of the ranks' losses is the loss of all rows."""
+    total = sum(rank.loss for rank in ranks)
+    return any(predictions.is_equal(loss, whole.loss, min(limit, _LOSS)) for loss in (total, total / len(ranks)))
 
 
 def _build_term(ranks: Sequence[Computed], shown: str) -> Diagnosis:
@@ -304,10 +309,8 @@ def explain_exchange(
     ranks: Sequence[Computed], whole: Computed, exchanged: Mapping[str, str], found: Diagnosis, limit: float
 ) -> Diagnosis:
     """The fault where ranks exchange values while they compute, and only gradients are wrong; else what was found."""
-    total = sum(rank.loss for rank in ranks)
     without = [line for line, kind in exchanged.items() if kind == Exchange.ROWS]
-    losses = total, total / len(ranks)
-    if not without or not any(predictions.is_equal(loss, whole.loss, min(limit, _LOSS)) for loss in losses):
+    if not without or not _losses_add_up(ranks, whole, limit):
         return found
     detail = (
         f"{found.because.partition(';')[0]}; the ranks' losses add up to that of one process, and one process that is "

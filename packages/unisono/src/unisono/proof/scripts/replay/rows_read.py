@@ -50,20 +50,17 @@ def judge_reading(
             continue
         likely, said = describe_epoch(each, one, update)
         if likely is not None:
-            return ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said)), likely
+            return _fail(likely)
         unseen = unseen or said
-    if said := describe_repeated_order(mine, reference):
-        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
-        return failed, build_diagnosis(FaultName.SAME_ORDER_EVERY_EPOCH, said)
-    if said := describe_left_out(mine, reference):
-        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
-        return failed, build_diagnosis(FaultName.DROPPED_ROWS, said)
-    if said := describe_read_again(mine, reference):
-        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
-        return failed, replace(build_diagnosis(FaultName.ROWS_TWICE, said), remedy=_COUNT_ALL)
-    if said := describe_other_order(mine, reference):
-        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
-        return failed, build_diagnosis(FaultName.ROWS_TWICE, said)
+    for describe, fault, remedy in (
+        (describe_repeated_order, FaultName.SAME_ORDER_EVERY_EPOCH, ""),
+        (describe_left_out, FaultName.DROPPED_ROWS, ""),
+        (describe_read_again, FaultName.ROWS_TWICE, _COUNT_ALL),
+        (describe_other_order, FaultName.ROWS_TWICE, ""),
+    ):
+        if said := describe(mine, reference):
+            likely = build_diagnosis(fault, said)
+            return _fail(replace(likely, remedy=remedy or likely.remedy))
     size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     ours, theirs = _inputs_by_number(mine), _inputs_by_number(reference)
@@ -80,10 +77,13 @@ def judge_reading(
         return ComparedQuantity(ROWS, "PASS", why=f"{said}, so that is not compared"), None
     if scaled:
         said = f"the ranks' rows are those of one process, scaled (by statistics of a rank's part of them?): {scaled}"
-        failed = ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said))
         remedy = "take what rows are scaled by of all rows, alike on every rank"
-        return failed, replace(build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said), remedy=remedy)
+        return _fail(replace(build_diagnosis(FaultName.SAMPLES_BY_PROCESS, said), remedy=remedy))
     return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
+
+
+def _fail(likely: Diagnosis) -> tuple[ComparedQuantity, Diagnosis]:
+    return ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, likely.because)), likely
 
 
 def describe_left_out(mine: ScriptTrace, reference: ScriptTrace) -> str:
@@ -129,9 +129,7 @@ def describe_read_again(mine: ScriptTrace, reference: ScriptTrace) -> str:
     """
     pairs = [(count_inputs(seen), count_inputs(one)) for seen, one in zip(mine.ranks, reference.ranks, strict=False)]
     apart = next((step for step, (ours, theirs) in enumerate(pairs) if ours != theirs), 0)
-    alone = Counter[str]()
-    for _, theirs in pairs:
-        alone += theirs
+    alone = sum((theirs for _, theirs in pairs), Counter[str]())
     before = {row for ours, _ in pairs[:apart] for row in ours}
     ours, theirs = pairs[apart]
     again = sum(count for row, count in ours.items() if row in before)
@@ -159,7 +157,7 @@ def describe_other_order(mine: ScriptTrace, reference: ScriptTrace) -> str:
         for number, updates in enumerate(zip(*each, strict=True))
         if any(own - theirs for own, theirs in zip(updates, alone, strict=True))
     ]
-    own = Counter(row for seen in each for number in apart for row in seen[number].elements())
+    own = sum((seen[number] for seen in each for number in apart), Counter[str]())
     known = sum(count for row, count in own.items() if row in whole)
     if len(pairs) < 2 or not apart or len(apart) == len(each[0]) or not all(alone) or read.total() != whole.total():
         return ""
