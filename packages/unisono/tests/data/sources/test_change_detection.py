@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from unisono.data.sources import open_source
 from unisono.data.sources.change_detection import find_change
+from unisono.data.sources.formats.parquet import ParquetReader
+from unisono.runtime.errors import DataError
 
 BEFORE = [{"name": name, "rows": 3, "digest": name, "size": 9, "stamp": "1"} for name in "abc"]
 
@@ -36,3 +44,21 @@ def changed(number: int, **what: Any) -> list[dict[str, Any]]:
 )  # fmt: skip
 def test_the_file_that_differs_is_named(now: list[dict[str, Any]], told: str | None) -> None:
     assert find_change(BEFORE, now) == told
+
+
+def test_a_parquet_file_that_is_cut_off_while_it_is_open_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim: its name is in an error, where reading beyond the end of a mapped file is a SIGBUS."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": np.random.default_rng(0).normal(size=20_000)}), path, row_group_size=10_000)
+    source = open_source(path)
+    check_size = ParquetReader._check_size
+
+    def cut_off(*arguments: Any, **named: Any) -> int:
+        os.truncate(path, 8192)
+        return check_size(*arguments, **named)
+
+    monkeypatch.setattr(ParquetReader, "_check_size", cut_off)
+    with pytest.raises(DataError, match=r"rows\.parquet has changed since .*: it had \d+ bytes and has 8192"):
+        source[19_999]
