@@ -114,6 +114,16 @@ def test_a_micro_batch_of_thousands_of_rows_is_foretold_by_traces_of_few(monkeyp
     assert list(found.collectives) == real.recording.collectives
 
 
+def test_a_step_of_4096_devices_has_as_many_operators_as_one_of_8() -> None:
+    """So that a plan takes as long for thousands of devices as for a node."""
+
+    def operators(world_size: int) -> dict[str, int]:
+        return {phase: work.calls for phase, work in trace(world_size=world_size).recording.work.items()}
+
+    assert operators(4096) == operators(8)
+    assert min(operators(8).values()) > 0
+
+
 @pytest.mark.parametrize("shards", [2, 4])
 def test_collectives_for_other_shards_are_those_of_a_trace_of_them(shards: int) -> None:
     base = trace(world_size=2).recording.collectives

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono_plan.torch_recorder import written
+from unisono_plan.torch_recorder import tensors, written
 
 _aten = torch.ops.aten
 _LARGEST = 1 << 22  # numbers of a tensor whose content is kept, unless a shape follows from it
@@ -54,7 +54,7 @@ class BatchContent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for every operator."""
         kwargs, packet = kwargs or {}, func.overloadpacket
-        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        given = tensors((args, kwargs))
         known = all(self._content(tensor) is not None for tensor in given) if given else packet in _FACTORIES
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             if packet in _INDEXING:
@@ -70,12 +70,12 @@ class BatchContent(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             real = self._compute(func, args, kwargs)
             return pytree.tree_map_only(Tensor, self.fake, real)
-        made = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        made = tensors(result)
         if sum(tensor.numel() for tensor in made) > _LARGEST:
             if func._schema.is_mutable:
                 self._forget(written(func, args, kwargs))
             return result
-        real = [value for value in pytree.tree_leaves(self._compute(func, args, kwargs)) if isinstance(value, Tensor)]
+        real = tensors(self._compute(func, args, kwargs))
         for tensor, content in zip(made, real, strict=True):
             if isinstance(tensor, FakeTensor):
                 self._known[tensor] = content

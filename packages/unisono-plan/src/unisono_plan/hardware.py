@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from unisono.observe.peak_rates import peak_flops
 from unisono.runtime.errors import ConfigError, nearest
@@ -91,7 +92,7 @@ class Hardware:
 
     def is_local(self, ranks: tuple[int, ...]) -> bool:
         """Whether all members of a group are in one node."""
-        return len({rank // self.node for rank in ranks}) == 1
+        return _count_beside_first(ranks, self.node) == len(ranks)
 
     def rate(self, ranks: tuple[int, ...]) -> float:
         """Bytes a second at which a ring through a group moves its message.
@@ -99,10 +100,16 @@ class Hardware:
         Within a node every member sends over its own links. Between nodes a ring for each member of a node crosses, so
         the members of a node share the message among their network adapters.
         """
-        if self.is_local(ranks):
+        together = _count_beside_first(ranks, self.node)
+        if together == len(ranks):
             return self.device.intra
-        together = sum(rank // self.node == ranks[0] // self.node for rank in ranks)
         return min(self.inter * together, self.device.intra if together > 1 else float("inf"))
+
+
+@lru_cache(maxsize=64)  # the same few groups of up to 4,096 ranks make every collective of every layout
+def _count_beside_first(ranks: tuple[int, ...], node: int) -> int:
+    """Members of a group that are in the node of its first."""
+    return sum(rank // node == ranks[0] // node for rank in ranks)
 
 
 def parse_hardware(text: str, memory_gb: float | None = None, inter_gbps: float | None = None) -> Hardware:

@@ -25,7 +25,7 @@ from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers
 from unisono.observe.profile import Profile
 from unisono.observe.progress import show_evaluation
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, secrets
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, explain_command
@@ -162,7 +162,8 @@ class Training:
             self._ledger = opened.enter_context(
                 Ledger(run.directory, process.rank, process.world_size, self.first, start)
             )
-            about = {**parts.data, **parts.scalars.step_programs(self._task.static_scalars), **self._task.facts()}
+            programs = parts.scalars.step_programs(self._task.static_scalars)
+            about = secrets.hidden({**parts.data, **programs, **self._task.facts()})  # a line of the log has no keys
             self._telemetry = Telemetry(run, parts, process, communicator, facts, about, self.first)
             record = opened.enter_context(self._telemetry.record)
             self.say = record.say
