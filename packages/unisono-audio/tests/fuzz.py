@@ -26,7 +26,7 @@ import numpy as np
 
 from tests.security.mutations import mutated
 
-from .recording_forms import form_of, resealed
+from .recording_forms import form_of, in_ogg, resealed
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[2] / "packages/unisono-audio/src/unisono_audio/native"
@@ -44,6 +44,7 @@ KINDS = {
     "flac": [("FLAC", "PCM_16", 22050), ("FLAC", "PCM_24", 22050)],
     "vorbis": [("OGG", "VORBIS", 22050)],
     "opus": [("OGG", "OPUS", 16000)],
+    "flac in ogg": [("FLAC", "PCM_16", 22050)],
     "mp3": [("MP3", "MPEG_LAYER_III", 22050), ("MP3", "MPEG_LAYER_III", 44100)],
 }  # fmt: skip
 
@@ -100,7 +101,8 @@ def recordings(kind: str) -> list[bytes]:
             tone = 0.3 * np.sin(2 * np.pi * (300 + 900 * time) * time) + 0.02 * noise.standard_normal(len(time))
             file = io.BytesIO()
             soundfile.write(file, np.stack([tone] * channels, 1), rate, format=form, subtype=subtype)
-            found.append(_with_tags(file.getvalue()))
+            content = _with_tags(file.getvalue())
+            found.append(in_ogg(content) if kind == "flac in ogg" else content)
     return found
 
 

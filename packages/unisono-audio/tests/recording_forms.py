@@ -234,16 +234,50 @@ def _seal_flac(value: Any) -> bytes:
     return b"".join(written)
 
 
-# Ogg (RFC 3533), with the headers of Vorbis and Opus ----------------------------------------------------------------
+# Ogg (RFC 3533), with the headers of Vorbis, Opus and FLAC -------------------------------------------------------
 
 _PAGE = Fields("little", magic=32, version=8, flags=8, granule=64, serial=32, number=32, checksum=32, segments=8)
 _PACKETS = {
     b"\1vorbis": Fields("little", version=32, channels=8, rate=32, most=32, nominal=32, least=32, short=4, long=4),
     b"\3vorbis": Fields("little", vendor=32),
     b"\5vorbis": Fields("little", books=8, sync=24, dimensions=16, entries=24, ordered=8),
+    b"\x7fFLAC\1\0": Fields(
+        "big",
+        headers=16,
+        name=32,
+        last=1,
+        kind=7,
+        length=24,
+        least=16,
+        most=16,
+        small=24,
+        large=24,
+        rate=20,
+        channels=3,
+        bits=5,
+        frames=36,
+    ),
     b"OpusHea": Fields("little", d=8, version=8, channels=8, skip=16, rate=32, gain=16, mapping=8),
 }
 _STRETCH = 32  # bytes of a header's rest: a place each, or it would hardly ever be changed among the many packets
+
+
+def in_ogg(flac: bytes) -> bytes:
+    """A FLAC as Ogg has it (xiph.org/flac/ogg_mapping.html): headers, then two frames to a page."""
+    parts = _parse_flac(flac)
+    headers = [_seal_flac({"blocks": [block]})[4:] for block in parts["blocks"]]
+    frames = [_seal_flac({"frames": [frame]})[4:] for frame in parts["frames"]]
+    first = b"\x7fFLAC\1\0" + (len(headers) - 1).to_bytes(2, "big") + b"fLaC" + headers[0]
+    heads = [[first], *([headers[1:]] if headers[1:] else [])]
+    held = [*heads, *(frames[n : n + 2] for n in range(0, len(frames), 2))]
+    info = parts["blocks"][0]["body"]
+    pages = []
+    for place, packets in enumerate(held):
+        heard = min(info["frames"], info["most"] * 2 * max(0, place + 1 - len(heads)))
+        flags = 2 * (place == 0) + 4 * (place == len(held) - 1)
+        page = {"magic": int.from_bytes(b"OggS", "little"), "flags": flags, "granule": heard, "number": place}
+        pages.append({**page, "serial": 7, "packets": packets})
+    return _seal_ogg(pages)
 
 
 def _parse_packet(content: bytes) -> Any:

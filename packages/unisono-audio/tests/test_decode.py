@@ -17,6 +17,7 @@ from unisono_audio.shared import DataError
 
 from .backends import BACKENDS, native
 from .make_golden import clip
+from .recording_forms import in_ogg
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("miniaudio")
@@ -51,6 +52,31 @@ def test_a_format_is_decoded_to_the_mean_of_its_channels(form: str, backend: Any
             assert off.std() < FORMS[form][2] * x.std()
         header = audio.probe(data)
         assert (header.rate, header.channels, header.frames) == (22050, channels, len(reference))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["flac16", "flac24"])
+def test_flac_in_ogg_is_the_flac(form: str, backend: Any) -> None:
+    """libsndfile, which was said to read it, has "unknown error in flac decoder" for it."""
+    flac = recording(form, channels=2, seconds=3.0)
+    data = in_ogg(flac)
+    assert audio.probe(data) == audio.probe(flac)
+    whole = audio.decode(flac)
+    assert whole.samples.std() > 0.01
+    for start, duration in ((0.0, None), (0.9, 0.5), (2.7, None)):
+        expected = audio.decode(flac, start, duration)
+        assert np.array_equal(audio.decode(data, start, duration, backend=backend).samples, expected.samples)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flac_behind_an_id3_tag_is_the_flac(backend: Any) -> None:
+    """It went to libsndfile as an MP3, and was refused for what it is not."""
+    flac = recording("flac16")
+    data = b"ID3\4\0\0\0\0\1\2" + bytes(130) + flac
+    assert audio.probe(data) == audio.probe(flac)
+    assert np.array_equal(audio.decode(data, 0.5, backend=backend).samples, audio.decode(flac, 0.5).samples)
+    with pytest.raises(DataError, match=f"holds several FLAC streams, the second from byte {len(data)} on"):
+        audio.decode(data + flac, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -103,6 +129,7 @@ def bad_recordings() -> dict[str, tuple[bytes, str]]:
         "image": (b"\x89PNG\r\n\x1a\n" + bytes(100), "is not audio: it begins with '.PNG"),
         "half a WAV": (wav[: len(wav) // 2], "is cut off: its header says 33075 frames, and there are 16"),
         "a WAV's head": (wav[:30], "is a WAV whose format is cut off"),
+        "a WAV with two formats": (_wav()[:36] + _wav()[12:36] + _wav()[36:], "is a WAV with two formats"),
         "a WAV without samples": (_wav(data=b""), "has no samples"),
         "half a FLAC": (flac[: len(flac) // 2], "is damaged or cut off: its header says 33075 frames"),
         "a FLAC that says more": (bytes(lying), "is damaged or cut off: its header says"),

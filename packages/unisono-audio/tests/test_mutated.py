@@ -14,7 +14,7 @@ from unisono_audio.shared import DataError
 
 from .backends import BACKENDS, native
 from .fuzz import KINDS, mutation, recordings
-from .recording_forms import form_of
+from .recording_forms import form_of, in_ogg
 from .test_decode import clip, soundfile
 
 pytest.importorskip("miniaudio")
@@ -47,12 +47,14 @@ def test_a_mutation_is_read_or_refused_in_one_sentence(kind: str, backend: Any) 
 
 def long_recording(form: str, subtype: str) -> bytes:
     file = io.BytesIO()
+    if subtype == "FLAC":
+        return in_ogg(long_recording("FLAC", "PCM_16"))
     soundfile.write(file, clip(16000, 6.0), 16000, format=form, subtype=subtype)
     return file.getvalue()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["VORBIS", "OPUS"])
+@pytest.mark.parametrize("form", ["VORBIS", "OPUS", "FLAC"])
 @pytest.mark.parametrize(
     ("change", "number", "due"), [("lost", 6, 5), ("doubled", 5, 6), ("swapped", 6, 5)]
 )  # fmt: skip

@@ -27,6 +27,7 @@ Samples = NDArray[np.float32]
 LEAST_RATE, MOST_RATE, MOST_CHANNELS = 1000, 1_000_000, 64
 MOST_FRAMES = 1 << 28
 _CHUNK = 1 << 16
+_FLAC_MAPPING = 9  # bytes before the FLAC in Ogg's first packet (xiph.org/flac/ogg_mapping.html)
 _SEARCHED = 4 << 20  # bytes of a file that is searched for a second stream for windows of it, too
 
 
@@ -182,13 +183,15 @@ def _open(data: memoryview) -> Stream:
         wav = _wav(data)
         if wav is not None:
             return wav
-    elif head[:4] == b"fLaC":
-        return _Flac(data)
+    elif bytes(data[(at := _behind_id3(head)) : at + 4]) == b"fLaC":
+        return _Flac(data[at:])
     elif head[:4] == b"OggS":
         packet = 27 + data[26] if len(data) > 26 else 0  # wherever the first page's content begins
         if bytes(data[packet : packet + 8]) == b"OpusHead":
             raise NeedsFFmpeg("Opus")
-        _check_pages(data)
+        pages = _check_pages(data)
+        if bytes(data[packet : packet + 5]) == b"\x7fFLAC":
+            return _Flac(memoryview(b"".join(pages))[_FLAC_MAPPING:])
     elif head[4:8] == b"ftyp":
         raise NeedsFFmpeg("MPEG-4 audio (AAC)")
     elif len(head) > 2 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
@@ -202,6 +205,13 @@ def _open(data: memoryview) -> Stream:
     return _Sound(data)
 
 
+def _behind_id3(head: bytes) -> int:
+    """Where a file goes on behind the ID3 tag that some programs put before a FLAC; 0 without one."""
+    if head[:3] != b"ID3" or len(head) < 10:
+        return 0
+    return 10 + sum((head[9 - place] & 127) << 7 * place for place in range(4))
+
+
 def _wav(data: memoryview) -> Stream | None:
     """An uncompressed WAV; None if it is compressed."""
     at, described = 12, None
@@ -211,6 +221,8 @@ def _wav(data: memoryview) -> Stream | None:
         kind, size = bytes(data[at : at + 4]), struct.unpack_from("<I", data, at + 4)[0]
         left = len(data) - at - 8
         if kind == b"fmt ":
+            if described is not None:
+                raise BadRecording("is a WAV with two formats")
             if size < 16 or left < size:
                 raise BadRecording("is a WAV whose format is cut off")
             code, channels, rate, _, align, bits = struct.unpack_from("<HHIIHH", data, at + 8)
@@ -379,8 +391,13 @@ def _checksum(page: memoryview) -> int:
     return int.from_bytes(found.to_bytes(4, "little").translate(_REVERSED), "big")
 
 
-def _check_pages(data: memoryview) -> None:
-    """Reject a truncated or damaged Ogg file, which libsndfile and FFmpeg would read as a shorter one."""
+def _check_pages(data: memoryview) -> list[memoryview]:
+    """Reject a truncated or damaged Ogg file, which libsndfile and FFmpeg would read as a shorter one.
+
+    Returns:
+        What each page holds behind its header.
+    """
+    pages = list[memoryview]()
     at, ended, serial = 0, False, bytes(data[14:18])
     due, begun = 0, False  # behind the headers, from where on no page may be missing; a broadcast is joined at any
     while at < len(data):
@@ -397,11 +414,13 @@ def _check_pages(data: memoryview) -> None:
             raise BadRecording(f"is damaged: Ogg page {number} is at byte {at}, where page {due} should be")
         due, begun = (number + 1) % (1 << 32), begun or granule != 0
         ended = ended or bool(data[at + 5] & 4)
+        pages.append(data[at + 27 + segments : at + size])
         at += size
     if not ended:
         raise BadRecording("is cut off: its last Ogg page is not the end of its stream")
     if _OGG_BEGIN.search(data, at):
         raise BadRecording("holds several Ogg streams; take it apart")
+    return pages
 
 
 def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:

@@ -48,6 +48,7 @@ struct Wav final : Stream {
             const uint8_t* body = bytes.data + chunk + 8;
             const int64_t left = bytes.size - chunk - 8;
             if (starts(bytes, chunk, "fmt ", 4)) {
+                if (described) throw BadRecording("is a WAV with two formats");
                 if (size < 16 || left < size) throw BadRecording("is a WAV whose format is cut off");
                 kind = static_cast<int>(little(body, 2));
                 header.channels = static_cast<int>(little(body + 2, 2));
@@ -143,10 +144,11 @@ struct Allocator {
 
 struct Flac final : Stream {
     const Codecs& codecs;
+    std::vector<uint8_t> unpacked;  // which `bytes` lie in, unless they are the file's own
     void* handle = nullptr;
     Allocator allocator;
 
-    Flac(const Codecs& all, Bytes bytes) : codecs(all) {
+    Flac(const Codecs& all, Bytes bytes, std::vector<uint8_t> own = {}) : codecs(all), unpacked(std::move(own)) {
         header.format = "flac";
         if (bytes.size < 42) throw BadRecording("is cut off in its header");
         if ((bytes.data[4] & 0x7f) != 0) throw BadRecording("is a FLAC without a header of its stream");
@@ -174,6 +176,22 @@ struct Flac final : Stream {
             codecs.flac_read)(handle, static_cast<unsigned long long>(frames), to));
     }
 };
+
+// FLAC in Ogg (xiph.org/flac/ogg_mapping.html): packets, one behind the other, are a FLAC behind 9 bytes of the first.
+constexpr int64_t kFlacMapping = 9;
+
+std::unique_ptr<Stream> open_ogg_flac(const Codecs& codecs, Bytes bytes) {
+    Packets packets(bytes);
+    packets.go(0);
+    std::vector<uint8_t> flac;
+    const uint8_t* data;
+    int64_t size;
+    size_t page;
+    for (bool last; packets.next(data, size, page, last);) flac.insert(flac.end(), data, data + size);
+    if (static_cast<int64_t>(flac.size()) < kFlacMapping) throw BadRecording("is cut off in its header");
+    const Bytes inner{flac.data() + kFlacMapping, static_cast<int64_t>(flac.size()) - kFlacMapping};
+    return std::make_unique<Flac>(codecs, inner, std::move(flac));
+}
 
 // All others, by libsndfile -------------------------------------------------------------------------------------------
 
@@ -250,10 +268,17 @@ std::string beginning(Bytes bytes) {
     return text + "'";
 }
 
+// Where a file goes on behind the ID3 tag that some programs put before a FLAC; 0 without one.
+int64_t behind_id3(Bytes bytes) {
+    if (!starts(bytes, 0, "ID3", 3) || bytes.size < 10) return 0;
+    const uint8_t* const size = bytes.data + 6;
+    return 10 + ((size[0] & 127) << 21 | (size[1] & 127) << 14 | (size[2] & 127) << 7 | (size[3] & 127));
+}
+
 void need(const void* function, const char* package) {
     if (function == nullptr)
         throw BadRecording(std::string("cannot be decoded without the package ") + package +
-                           ": pip install 'unisono[audio]'");
+                           ": pip install unisono-audio");
 }
 
 std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room) {
@@ -261,13 +286,17 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room) {
     if (starts(bytes, 0, "RIFF", 4) && starts(bytes, 8, "WAVE", 4)) {
         auto wav = std::make_unique<Wav>(bytes);
         if (wav->header.format == "wav") return wav;
-    } else if (starts(bytes, 0, "fLaC", 4)) {
+    } else if (const int64_t at = behind_id3(bytes); starts(bytes, at, "fLaC", 4)) {
         need(codecs.flac_open, "miniaudio");
-        return std::make_unique<Flac>(codecs, bytes);
+        return std::make_unique<Flac>(codecs, Bytes{bytes.data + at, bytes.size - at});
     } else if (starts(bytes, 0, "OggS", 4)) {
         const int64_t packet = bytes.size > 26 ? 27 + bytes.data[26] : 0;  // wherever the first page's content begins
         if (starts(bytes, packet, "\1vorbis", 7)) return open_vorbis(bytes, room);
         if (starts(bytes, packet, "OpusHead", 8)) throw NeedsFFmpeg("Opus");
+        if (starts(bytes, packet, "\x7f" "FLAC", 5)) {
+            need(codecs.flac_open, "miniaudio");
+            return open_ogg_flac(codecs, bytes);
+        }
         Packets whole(bytes);  // of another codec, which libsndfile reads: one stream, and not cut off
     } else if (starts(bytes, 4, "ftyp", 4)) {
         throw NeedsFFmpeg("MPEG-4 audio (AAC)");
@@ -302,8 +331,12 @@ void refuse_joined(Bytes bytes, const std::string& format) {
                            std::to_string(at - bytes.data) + " on; take it apart, or write it again as one");
     };
     if (format == "flac") {
-        for (const uint8_t* at = bytes.data + 4; (at = find(at, "fLaC", 4)) != end; at++)
-            if (end - at >= 8 && (at[4] & 0x7f) == 0 && at[5] == 0 && at[6] == 0 && at[7] == 34) refuse("FLAC", at);
+        bool first = true;
+        for (const uint8_t* at = bytes.data; (at = find(at, "fLaC", 4)) != end; at++) {
+            if (end - at < 8 || (at[4] & 0x7f) != 0 || at[5] != 0 || at[6] != 0 || at[7] != 34) continue;
+            if (!first) refuse("FLAC", at);
+            first = false;
+        }
     } else if (format == "mp3") {
         const uint8_t* first = nullptr;
         for (const char* name : {"Xing", "Info"})
