@@ -26,7 +26,7 @@ from unisono.engines.jax.step import State
 from unisono.launch.model.check import first_micro_batch
 from unisono.task import Task, run_setup
 from unisono.task_config import build_task, load_config
-from unisono_plan import jax_trace
+from unisono_plan import jax_trace, plan
 from unisono_plan.plan import PlanSettings, make_plan
 from unisono_plan.recording import Trace
 from unisono_plan.report import describe
@@ -214,6 +214,22 @@ def test_a_mesh_of_4096_is_traced_like_any_other() -> None:
     sent = jax_trace._Parts.build(task, config, grid, micro).record(1).collectives
     assert {len(call.ranks) for call in sent} == {4096}
     assert replace(sent[0], size=0).kind == "all_reduce"
+
+
+def test_steps_of_any_size_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger ones were told by lines through two traces: half of one row has none, and a program no peak."""
+    traced = set[int]()
+
+    class Tracer(jax_trace.JaxTracer):
+        def __call__(self, config: Any, micro: Any, passes: int) -> Any:
+            traced.add(micro.size)
+            return super().__call__(config, micro, passes)
+
+    monkeypatch.setattr(jax_trace, "JaxTracer", Tracer)
+    monkeypatch.setattr(plan, "extend", None)
+    words = ["optim=adamw", "train.global_batch=128", "layout.micro_batch=1"]
+    assert make_plan(load_config(TASK, words)[0], PlanSettings(hardware="h100x2")).best is not None
+    assert max(traced) == 2, "of which the search draws lines itself"
 
 
 # the command ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.browser import CHROMIUM, browser
+from unisono.checkpoint.core import commit
+from unisono.runtime.errors import UnavailableError
 from unisono_sweeps import record
 from unisono_sweeps.report.content import describe
 from unisono_sweeps.report.page import embed_json
@@ -197,3 +199,20 @@ def test_a_browser_shows_the_report(kind: str, request: pytest.FixtureRequest, t
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
         tab.photograph(shots / f"{kind}-390.png", most=6000)
         assert tab.evaluate("document.title") == folder.name
+
+
+def test_a_run_whose_checkpoints_cannot_be_listed_is_reported_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Of another user, say: both ended in its error, and a sweep whose job had ended with it."""
+    run = write_run(tmp_path / "a", [3.0, 2.0])
+    other = write_run(tmp_path / "b", [3.0, 1.0])
+
+    def away(folder: Path) -> list[Path]:
+        raise UnavailableError(f"{folder} cannot be looked at: Permission denied")
+
+    monkeypatch.setattr(commit, "find_checkpoints", away)
+    code, _, err = command("compare", run, other)
+    assert (code, "whether its events.jsonl is whole is not known" in err) == (0, True)
+    assert command("report", run)[0] == 0
+    assert "cannot be looked at: Permission denied" in (run / "report.html").read_text()

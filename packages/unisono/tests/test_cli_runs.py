@@ -305,6 +305,8 @@ def test_clean_goes_on_to_the_next_run_where_one_cannot_be_locked(
     assert (code, "runs/a is left as it is: [Errno 13] Permission denied" in error) == (0, True), error
     assert "removed; " in told and unisono("clean", "runs/b", "--yes")[1].startswith("there is nothing to remove")
     assert [path for path in before if not path.exists()] == []
+    code, told, _ = unisono("clean", "--yes")
+    assert (code, told.splitlines()[-1]) == (2, "nothing was removed")
     code, _, error = unisono("clean", littered, "--yes")
     assert (code, "runs/a could not be cleaned: [Errno 13] Permission denied" in error) == (2, True), error
 

@@ -11,7 +11,6 @@ import io
 import os
 import re
 import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,18 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono_audio import ogg
+from unisono_audio.ogg import BadRecording as BadRecording
 from unisono_audio.recordings import Window
 
 Samples = NDArray[np.float32]
 LEAST_RATE, MOST_RATE, MOST_CHANNELS = 1000, 1_000_000, 64
 MOST_FRAMES = 1 << 28
 _CHUNK = 1 << 16
-_FLAC_MAPPING = 9  # bytes before the FLAC in Ogg's first packet (xiph.org/flac/ogg_mapping.html)
 _SEARCHED = 4 << 20  # bytes of a file that is searched for a second stream for windows of it, too
-
-
-class BadRecording(Exception):  # noqa: N818 - the end of a sentence that begins with a recording's name
-    """Why a recording cannot be used."""
 
 
 class NeedsFFmpeg(Exception):  # noqa: N818 - no error yet
@@ -189,9 +185,9 @@ def _open(data: memoryview) -> Stream:
         packet = 27 + data[26] if len(data) > 26 else 0  # wherever the first page's content begins
         if bytes(data[packet : packet + 8]) == b"OpusHead":
             raise NeedsFFmpeg("Opus")
-        pages = _check_pages(data)
+        pages = ogg.check_pages(data)
         if bytes(data[packet : packet + 5]) == b"\x7fFLAC":
-            return _Flac(memoryview(b"".join(pages))[_FLAC_MAPPING:])
+            return _Flac(memoryview(b"".join(pages))[ogg.FLAC_MAPPING :])
     elif head[4:8] == b"ftyp":
         raise NeedsFFmpeg("MPEG-4 audio (AAC)")
     elif len(head) > 2 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
@@ -273,7 +269,6 @@ def _refuse_joined(data: memoryview, format: str) -> None:
         )
 
 
-_OGG_BEGIN = re.compile(rb"OggS\0[\x02\x03\x06\x07].{21}", re.DOTALL)  # of a first page
 _FLAC_BEGIN = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # and the header of STREAMINFO
 # A frame whose side information is zero, as encoders write one in front with the length of the whole.
 _MP3_BEGIN = re.compile(rb"\xff[\xe0-\xff]..\x00{9}(?:\x00{8}(?:\x00{15})?)?(?:Xing|Info)", re.DOTALL)
@@ -381,55 +376,13 @@ class _Sound(Stream):
             self._memory = -1
 
 
-_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte
-
-
-def _checksum(page: memoryview) -> int:
-    """Of a page of Ogg: zlib's, but for the order of bits and its first and last step."""
-    content = bytes(page[:22]) + bytes(4) + bytes(page[26:])
-    found = zlib.crc32(content.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
-    return int.from_bytes(found.to_bytes(4, "little").translate(_REVERSED), "big")
-
-
-def _check_pages(data: memoryview) -> list[memoryview]:
-    """Reject a truncated or damaged Ogg file, which libsndfile and FFmpeg would read as a shorter one.
-
-    Returns:
-        What each page holds behind its header.
-    """
-    pages = list[memoryview]()
-    at, ended, serial = 0, False, bytes(data[14:18])
-    due, begun = 0, False  # behind the headers, from where on no page may be missing; a broadcast is joined at any
-    while at < len(data):
-        segments = data[at + 26] if at + 26 < len(data) else 0
-        size = 27 + segments + sum(data[at + 27 : at + 27 + segments])
-        if bytes(data[at : at + 4]) != b"OggS" or at + size > len(data):
-            break
-        if bytes(data[at + 14 : at + 18]) != serial or (at and data[at + 5] & 2):
-            raise BadRecording("holds several Ogg streams; take it apart")
-        granule, number, checksum = struct.unpack_from("<Q4xII", data, at + 6)
-        if checksum != _checksum(data[at : at + size]):
-            raise BadRecording(f"is damaged: the checksum of its Ogg page at byte {at} is wrong")
-        if begun and number != due:
-            raise BadRecording(f"is damaged: Ogg page {number} is at byte {at}, where page {due} should be")
-        due, begun = (number + 1) % (1 << 32), begun or granule != 0
-        ended = ended or bool(data[at + 5] & 4)
-        pages.append(data[at + 27 + segments : at + size])
-        at += size
-    if not ended:
-        raise BadRecording("is cut off: its last Ogg page is not the end of its stream")
-    if _OGG_BEGIN.search(data, at):
-        raise BadRecording("holds several Ogg streams; take it apart")
-    return pages
-
-
 def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:
     """Decode a whole recording with FFmpeg: samples mixed to mono, (n,) float32, and the rate in Hz.
 
     Uses PyAV, which includes FFmpeg, or else torchcodec.
     """
     if bytes(data[:4]) == b"OggS":
-        _check_pages(data)
+        ogg.check_pages(data)
     for decoder in (_pyav, _torchcodec):
         try:
             return decoder(data)

@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -298,6 +299,25 @@ def test_a_disk_that_is_full_is_a_sentence_and_kills_nothing(tmp_path: Path) -> 
     with lost, pytest.raises(DataError, match=r"cannot be written \(Input/output error\); .* goes on from there"):
         make_cache(source, pipeline, folder)
     assert len(make_cache(source, pipeline, folder)) == len(source)
+
+
+def test_a_disk_that_is_full_for_what_is_finished_is_a_sentence_too(tmp_path: Path) -> None:
+    """To close the file wrote once more what could not be written, outside of what tells it."""
+    source = open_recordings(write(tmp_path / "data", "csv"), leave_out=BAD)
+    pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20))
+    folder = tmp_path / "cache"
+    with mock.patch.object(np.memmap, "flush", side_effect=OSError(errno.EIO, "no")), pytest.raises(DataError):
+        make_cache(source, pipeline, folder)
+    real = Path.open
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        return real(Path("/dev/full") if path.name == "progress.jsonl" else path, *arguments, **options)
+
+    with mock.patch.object(Path, "open", full), pytest.raises(DataError, match="No space left on device"):
+        make_cache(source, pipeline, folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="cannot be written"):
+        make_cache(source, pipeline, tmp_path / "file" / "cache")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +84,7 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
     rows = _Rows(task, config)
     run_setup(task)
     in_jax = config.layout.engine == "jax"
-    most = split.micro_batch if in_jax else _most_rows(rows.micro_batch(min(split.micro_batch, _MOST_ROWS)))
+    most = sys.maxsize if in_jax else _most_rows(rows.micro_batch(min(split.micro_batch, _MOST_ROWS)))
     micro = rows.micro_batch(min(split.micro_batch, most))
     trace_step = _choose_tracer(task, config)
     traced = dict[tuple[str, int], Trace]()  # the search asks for one step several times

@@ -23,7 +23,7 @@ from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.launch.launcher import Ended
 from unisono.runtime.console import say
-from unisono.runtime.errors import ConfigError, Preempted, UnisonoError
+from unisono.runtime.errors import ConfigError, Preempted, UnavailableError, UnisonoError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths, safe_writing
 from unisono.runtime.untrusted.shapes import Integer, Number
@@ -102,7 +102,10 @@ def newest_step(folder: Path) -> int:
 
 def describe_lost_log(run: RunFacts) -> str:
     """What a run has logged and its file does not have any more; empty if nothing is missing."""
-    saved = newest_step(run.folder)
+    try:
+        saved = newest_step(run.folder)
+    except UnavailableError as error:
+        return f"whether its events.jsonl is whole is not known: {error}"
     if run.state == "running" or saved <= run.steps_done:
         return ""
     return f"its events.jsonl ends after step {run.steps_done}, and it has saved step {saved}: what it logged is lost"
@@ -117,9 +120,10 @@ def judge_end(folder: Path, how: Ended) -> tuple[Ended, RunFacts | None]:
         return how, None
     try:
         run = read_run_facts(folder)
+        stopped = was_stopped_by_user(run) and not (run.total and newest_step(folder) >= run.total)
     except (OSError, UnisonoError) as error:
         return replace(how, code=ConfigError.exit_code, why=str(error)), None
-    if was_stopped_by_user(run) and not (run.total and newest_step(folder) >= run.total):
+    if stopped:
         why = f"as requested, after step {run.steps_done} of {run.total}"
         return replace(how, code=Preempted.exit_code, why=why), None
     return how, run

@@ -24,6 +24,7 @@ from unisono.config import fingerprint
 from unisono.config.resolved_run import Candidate, ResolvedRun, ResumePoint
 from unisono.data import ledger
 from unisono.launch import exit_advice
+from unisono.launch.processes import local_processes
 from unisono.observe.events import Events
 from unisono.runtime import files
 from unisono.runtime.communication.communicator import SingleProcess
@@ -99,6 +100,15 @@ def test_checkpoints_that_cannot_be_seen_are_not_taken_for_none(
     with failing(code, name, call), pytest.raises(UnavailableError, match=os.strerror(code)):
         newest_readable(folder)
     assert [path.name for path in commit.find_checkpoints(folder)] == ["step-00000004"]
+
+
+def test_a_preempted_run_is_preempted_whatever_is_known_of_its_checkpoints(tmp_path: Path) -> None:
+    """The exit code, by which a scheduler starts it again, was that of an error."""
+    save(tmp_path / "checkpoints", 4)
+    with failing(errno.EACCES, "checkpoints", "listdir"):
+        ended = local_processes._preempted_error(tmp_path)
+    assert (ended.exit_code, "Permission denied" in str(ended)) == (75, True)
+    assert "from step 4" in str(local_processes._preempted_error(tmp_path))
 
 
 def test_a_resume_renames_nothing_that_cannot_be_read_now(tmp_path: Path) -> None:

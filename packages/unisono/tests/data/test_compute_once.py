@@ -19,6 +19,8 @@ import pytest
 from unisono import compute_array_once, compute_once
 from unisono.data import cache_lock
 from unisono.runtime.errors import DataError
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.safe_paths import UnsafePathError
 
 
 def make(folder: Path) -> None:
@@ -75,6 +77,17 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .*file cannot be used \(.*\); set data\.cache or \$UNISONO_CACHE"):
         compute_once("kind", 1, make, load, cache=tmp_path / "file")
+
+
+def test_a_link_among_the_files_is_told_as_one_and_not_as_a_fault_of_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "x.json").symlink_to("/etc/hostname")
+
+    def read(folder: Path) -> None:
+        safe_paths.read_text(tmp_path, "x.json")
+
+    with pytest.raises(UnsafePathError, match=r"x\.json") as caught:
+        compute_once("kind", 1, read, load, cache=tmp_path / "cache")
+    assert "UNISONO_CACHE" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path: Path) -> None:

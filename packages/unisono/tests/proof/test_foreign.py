@@ -124,7 +124,9 @@ def train_counting_on_rank_0(world):
 def train_from_numpy(world):
     class Scaled(Tied):
         def forward(self, words):
-            return super().forward(words) @ torch.from_numpy(np.eye(11, dtype=np.float32))
+            logits = super().forward(words) @ torch.from_numpy(np.eye(11, dtype=np.float32))  # which is promoted
+            torch.from_numpy(np.zeros((11, 11), np.float32)).addmm_(torch.eye(11), torch.eye(11))
+            return logits
 
     return train(world, model=Scaled)
 
@@ -266,7 +268,7 @@ def test_single_precision_in_a_run_of_double_is_named(script: ModuleType, tmp_pa
     with pytest.raises(local_processes.WorkerError) as caught:
         ended(script, "train_from_numpy", 1, tmp_path)
     assert caught.value.fault == "Single precision meets double"
-    assert "in forward: return super().forward(words) @ torch.from_numpy" in str(caught.value)
+    assert "in forward: torch.from_numpy(np.zeros" in str(caught.value)
 
 
 def test_a_function_that_returns_no_records_is_refused(script: ModuleType, tmp_path: Path) -> None:

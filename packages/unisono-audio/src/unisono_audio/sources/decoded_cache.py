@@ -88,13 +88,13 @@ def make_cache(
         lengths[part.start : part.stop] = batch.lengths
         return {part[row]: text for row, text in batch.errors.items()}
 
-    with ThreadPoolExecutor(workers) as pool, (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
+    with ThreadPoolExecutor(workers) as pool:
         for part, bad in zip(missing, pool.map(build_chunk, missing), strict=True):
-            with _writing(folder):
+            with _writing(folder):  # closed inside: to close writes again what could not be written
                 values.flush()
                 lengths.flush()
-                file.write(json.dumps({"first": part.start, "bad": bad}) + "\n")
-                file.flush()
+                with (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"first": part.start, "bad": bad}) + "\n")
             finished[part.start] = bad
             progress(len(part), len(bad))
     left_out = {row: text for bad in finished.values() for row, text in bad.items()}
@@ -108,7 +108,7 @@ def make_cache(
             folder / "cache.json",
             json.dumps({**inputs, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
         )
-        (folder / "progress.jsonl").unlink()
+        (folder / "progress.jsonl").unlink(missing_ok=True)
     return DecodedCache(folder)
 
 
@@ -232,8 +232,9 @@ def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, 
         }
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")
-    create_cache_folder(folder)
-    write_whole(settings_file, json.dumps(expected, indent=1))
+    with _writing(folder):
+        create_cache_folder(folder)
+        write_whole(settings_file, json.dumps(expected, indent=1))
     return {}
 
 

@@ -14,6 +14,7 @@ import yaml
 from unisono.checkpoint.core import commit, placement
 from unisono.config import CONFIG_FILE
 from unisono.config.resolved_run import RESOLVED_FILE
+from unisono.runtime.errors import UnavailableError
 from unisono.runtime.text import format_value
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Object
@@ -69,7 +70,7 @@ def describe_run(run: RunFacts) -> Page:
         "global batch": run.config["train"]["global_batch"],
         "precision": run.config["train"]["precision"],
         "layout": _layout(run.config["layout"]),
-        "checkpoints": ", ".join(path.name for path in commit.find_checkpoints(run.folder / placement.NAME)) or "none",
+        "checkpoints": _checkpoints(run.folder),
     }
     page.facts(facts)
     if run.evaluations:
@@ -166,6 +167,13 @@ def _state(run: RunFacts) -> str:
     loss = "" if run.loss is None else f", loss {run.loss:.4g}"
     why = f": {run.why}" if run.why else ""
     return f"{run.state} after step {run.steps_done}{total}{loss}{why}"
+
+
+def _checkpoints(folder: Path) -> str:
+    try:
+        return ", ".join(path.name for path in commit.find_checkpoints(folder / placement.NAME)) or "none"
+    except UnavailableError as error:
+        return str(error)
 
 
 def _layout(layout: Mapping[str, Any]) -> str:

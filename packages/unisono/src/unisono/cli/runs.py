@@ -197,19 +197,19 @@ def _clean(parsed: argparse.Namespace) -> int:
     if not parsed.yes and not _confirm():
         say("nothing was removed")
         return 0
-    freed = 0
+    removed, freed = 0, 0
     for run, inside in found.items():
         try:
             with run_lock.hold_lock(run):
                 for one in inside:
                     leftovers.remove(one)
-                    freed += sizes[one]
+                    removed, freed = removed + 1, freed + sizes[one]
         except (OSError, RunError) as error:  # of another user, or started meanwhile
             if run == parsed.folder:
                 raise RunError(f"{run} could not be cleaned: {error}") from error
             say(f"{run} is left as it is: {error}", error=True)
-    say(f"removed; {format_bytes(freed)} are free")
-    return 0
+    say(f"removed; {format_bytes(freed)} are free" if removed else "nothing was removed")
+    return 0 if removed else RunError.exit_code
 
 
 def _confirm() -> bool:

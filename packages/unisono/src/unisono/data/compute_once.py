@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from unisono.data.cache_lock import lock_entry
 from unisono.data.sources.storage import create_cache_folder
-from unisono.runtime.errors import DataError
+from unisono.runtime.errors import DataError, UnisonoError
 from unisono.runtime.files import atomic_folder, cache_dir, cache_entry, make_private
 from unisono.runtime.untrusted import safe_paths
 
@@ -74,6 +74,8 @@ def compute_once(
                 make(temporary)
                 make_private(temporary)
             return load(folder)
+    except UnisonoError:  # of what `make` reads: a link is an OSError, too
+        raise
     except OSError as error:
         root = cache or cache_dir()
         named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else root

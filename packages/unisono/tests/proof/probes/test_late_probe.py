@@ -167,3 +167,17 @@ def test_a_time_in_a_buffer_is_not_made_of_rows() -> None:
     view: Any = Buffered(np.sum, lambda buffer, x: buffer + next(ticks) + x.mean())
     task: Any = Counting(len)
     assert find_rowless_buffers(Trial(view, task, micro_batch(3.0, 1.0, 4.0), {}, 1e-9)) == ["b"]
+
+
+def test_a_draw_that_begins_late_is_no_term_that_belongs_to_no_row() -> None:
+    """Claim: dropout after a warm-up, which rows alone draw otherwise, was refused as a loss that is no sum of rows."""
+
+    class Drawing(Buffered):
+        def draws(self, micro: MicroBatch, scalars: Mapping[str, float]) -> bool:
+            return True
+
+    noisy = Drawing(lambda x: x.sum() + 0.5, same)
+    task: Any = Counting(len)
+    probe_later(found := RunFacts(), Trial(noisy, task, micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9), 100)
+    assert not found.later_terms
+    assert not late(noisy).additivity

@@ -68,7 +68,7 @@ def _older_checkpoints(run: Path, keep: int) -> Iterator[Path]:
     retention = Retention.from_settings(settings.model_copy(update={"keep": keep}))
     known = {}
     for path in commit.find_checkpoints(run / placement.NAME):
-        with suppress(CheckpointError):  # one that cannot be read neither counts nor is removed
+        with suppress(CheckpointError):  # a damaged one neither counts nor is removed
             known[parse_step(path.name)] = path, commit.read_manifest(path).metric
     if known:
         metrics = {step: metric for step, (_, metric) in known.items()}

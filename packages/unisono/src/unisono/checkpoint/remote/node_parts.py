@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit
+from unisono.checkpoint.core import commit, placement
 from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.manifest import folder_name, parse_step
 from unisono.checkpoint.remote import restore, store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.checkpoint.remote.upload_process import CHECKPOINTS
 from unisono.config import CONFIG_FILE
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import Checkpoint
@@ -146,7 +145,7 @@ def fetch(run: ResolvedRun, sha256: str) -> None:
         CheckpointError: if the store does not have it intact.
     """
     assert run.resume is not None
-    path = run.directory / CHECKPOINTS / run.resume.candidates[0].name
+    path = run.directory / placement.NAME / run.resume.candidates[0].name
     with contextlib.suppress(CheckpointError):
         if commit.open_checkpoint(path).sha256 == sha256:
             return
@@ -164,10 +163,10 @@ def complete_newest(run: ResolvedRun) -> None:
     Raises:
         CheckpointError: if the store does not have it intact.
     """
-    step = commit.find_newest_step(run.directory / CHECKPOINTS)
+    step = commit.find_newest_step(run.directory / placement.NAME)
     if step is None:
         return
-    path = run.directory / CHECKPOINTS / folder_name(step)
+    path = run.directory / placement.NAME / folder_name(step)
     if not (path / MANIFEST).is_file() and (why := restore.refetch(_store_of(run), path)[1]):
         raise CheckpointError(f"{path.name} could not be fetched whole: {why}")
 

@@ -76,8 +76,9 @@ class File:
         """Open as a `pyarrow.NativeFile`: a memory map, or a remote file. The caller closes it.
 
         Args:
-            mapped: Whether it is mapped if it is local. A few parts that are unpacked anyway are read in less time
-                without: to map a file and to touch its pages takes longer than to copy 100 kB.
+            mapped: Whether it is mapped if it is local. To read a file that is cut off while it is mapped ends the
+                process (SIGBUS). What is unpacked anyway is read in less time without, too: to map a file and to touch
+                its pages takes longer than to copy 100 kB.
         """
         self.check()
         if is_remote(self.path):

@@ -32,7 +32,7 @@ from unisono.runtime.communication.authenticated_line import TOKEN
 from unisono.runtime.communication.communicator import STORE_VARIABLE, Node
 from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.console import say
-from unisono.runtime.errors import LostError, Preempted
+from unisono.runtime.errors import LostError, Preempted, UnavailableError
 from unisono.runtime.untrusted import safe_writing
 from unisono.supervise import preemption
 from unisono.supervise.hangs.hang_detection import describe_death
@@ -270,6 +270,10 @@ def _import_path(reference: str) -> str:
 
 def _preempted_error(folder: Path) -> Preempted:
     """Return the error of a run whose processes were ended before they could react."""
-    newest = commit.find_newest_step(folder / placement.NAME)
-    newest_text = f"the newest checkpoint is from step {newest}" if newest is not None else "there is no checkpoint yet"
+    try:
+        newest = commit.find_newest_step(folder / placement.NAME)
+    except UnavailableError as error:
+        newest_text = str(error)
+    else:
+        newest_text = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is from step {newest}"
     return Preempted(f"preempted before the processes could save; {newest_text}")

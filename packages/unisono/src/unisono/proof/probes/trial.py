@@ -1,4 +1,4 @@
-"""What a task's functions are tried with: a few rows, on one process, before the first update."""
+"""What a task's functions are tried with: a few rows, on one process, in a step that is made up or has ended."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Trial:
     Attributes:
         view: of the model.
         task: whose functions are tried.
-        micro: the first micro-batch of the run.
-        scalars: of the first step.
+        micro: a micro-batch of the run.
+        scalars: of the step.
         floor: relative difference that is rounding.
         samples: of its rows, where these cannot be cut out of its arrays, as of a stream; else None.
     """

@@ -79,6 +79,41 @@ def test_other_dtypes_are_what_was_asked_for_and_lower_complex_ones_are_complex1
         assert made(third()).dtype == dtype
 
 
+ROWS, WEIGHTS = torch.arange(6, dtype=torch.float32).view(2, 3) / 7, torch.arange(9, dtype=torch.float64).view(3, 3) / 7
+MIXED: dict[str, Callable[[], torch.Tensor]] = {
+    "linear": lambda: F.linear(ROWS, WEIGHTS),
+    "@": lambda: ROWS @ WEIGHTS,
+    "einsum": lambda: torch.einsum("ab,bc->ac", ROWS, WEIGHTS),
+    "conv1d": lambda: F.conv1d(ROWS[None], WEIGHTS[:, :2, None]),
+    "classes that are shares": lambda: F.cross_entropy(WEIGHTS[:2], ROWS),
+    "in a list": lambda: torch.block_diag(ROWS, WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_in_float32_meet_weights_in_float64(name: str) -> None:
+    """Claim: rows that were float32 in NumPy ended a proof in fp64 with an error of torch."""
+    with precision.promotion("fp64"):
+        made = MIXED[name]()
+    assert made.dtype == torch.float64
+    assert float(made.detach().abs().max()) > 0
+
+
+def test_what_is_written_into_keeps_its_dtype_and_its_place() -> None:
+    """Else a step would fill a copy."""
+    with precision.promotion("fp64"):
+        lower, other = torch.zeros(2, 3).share_memory_(), torch.from_numpy(np.zeros((2, 3), np.float32))
+        for one in (lower, other):
+            one += WEIGHTS[:2]
+            one.add_(WEIGHTS[:2])
+            one[0] = WEIGHTS[0]
+            one.view_as(WEIGHTS[:2])[1] = WEIGHTS[1]
+            torch.mul(one, WEIGHTS[:2], out=one)
+    for one in (lower, other):
+        assert torch.allclose(one.double(), WEIGHTS[:2].square())
+    assert other.dtype == torch.float32
+
+
 def test_a_cast_and_back_loses_no_bit() -> None:
     x = third()
     with precision.promotion("fp64"):

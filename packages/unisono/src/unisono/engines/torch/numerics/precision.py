@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 _PROMOTED = {
@@ -50,6 +51,8 @@ class PromoteToDouble(TorchFunctionMode):
             return _to_double(func(*args, **(kwargs or {})))
         promoted = tuple(_promote(value) for value in args)
         named = {name: _promote(value) for name, value in (kwargs or {}).items()}
+        if _mixes_precisions(func, promoted, named):
+            promoted, named = pytree.tree_map_only(torch.Tensor, _to_double, (promoted, named))
         return func(*promoted, **named)
 
 
@@ -60,6 +63,23 @@ def _is_called_by_library() -> bool:
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
     return module.startswith(_OWN_DTYPES) and module != _CASTS_GRADIENTS
+
+
+def _mixes_precisions(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function computes of float64 and of less, as of weights and of rows that were float32 in NumPy.
+
+    torch refuses most of these. One that writes into its arguments, or returns a view of one, is left as it is.
+    """
+    name = getattr(func, "__name__", "")
+    dunder = name.startswith("__")
+    kept = name.startswith(("__i", "__set")) if dunder else name.endswith(("_", "_as", "batch_norm", "instance_norm"))
+    if kept or len(args) + len(kwargs) < 2 or kwargs.get("out") is not None:
+        return False
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | list | tuple)]
+    with torch._C.DisableTorchFunction():
+        dtypes = {one.dtype for value in given for one in ([value] if isinstance(value, torch.Tensor) else value)
+                  if isinstance(one, torch.Tensor)}  # fmt: skip
+    return torch.float64 in dtypes and not dtypes.isdisjoint(_PROMOTED)
 
 
 def _is_grouped_double(*args: Any, **kwargs: Any) -> bool:
