@@ -159,6 +159,11 @@ class Loss:
     carry: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        sums: Any = self.sums  # whatever a task gives
+        if not isinstance(sums, Mapping):
+            raise ConfigError(
+                f'Loss is given a {type(sums).__name__}; give it a sum over the rows by name: Loss({{"name": sum}})'
+            )
         reserved = (EVENT_NAMES | {"lr"}).intersection(self.metrics)
         if reserved:
             raise ConfigError(

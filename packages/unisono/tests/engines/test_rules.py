@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,36 @@ def test_a_term_that_does_not_double_is_named_by_what_a_few_rows_show(term: Any,
         return rules.name_doubled("t", lambda rows: {"t": term(X[list(rows)])}, size)
 
     assert (name(4), name(2)) == (named, "The loss depends on the micro-batch")
+
+
+def test_a_term_over_pairs_of_rows_is_warned_of_and_one_over_rows_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: outputs of (N, 1) beside targets of (N,) trained in silence, on a loss that depends on the processes."""
+    rows = np.arange(1.0, 9.0)
+    task: Any = SimpleNamespace()
+
+    def check(term: Any, **told: bool) -> str:
+        def sums(places: Any) -> dict[str, float]:
+            return {"t": float(term(rows[list(places)]))}
+
+        rules.check_sum(task, sums(range(8)), sums, sums, 8, **told)
+        return capsys.readouterr().err
+
+    def pairs(x: Any) -> Any:
+        return (x[:, None] - x).__pow__(2).sum()
+
+    assert "four times as much if every row is given twice" in check(pairs)
+    assert "make (N, N): give both one shape" in check(pairs)
+    assert not check(pairs, warns=False)
+    assert not check(np.sum)
+
+
+def test_what_loss_returns_is_a_loss() -> None:
+    """Each ended in an AttributeError or a TypeError of ours."""
+    task: Any = SimpleNamespace()
+    for value in (np.float32(1), {"t": 1.0}, None):
+        returned: Any = value
+        with pytest.raises(ConfigError, match=r"SimpleNamespace: loss\(\) returned a .*; return unisono.Loss\("):
+            rules.check_terms(task, returned, {"t"}, True)
+    given: Any = np.float32(1)
+    with pytest.raises(ConfigError, match="Loss is given a float32; give it a sum over the rows by name"):
+        Loss(given)

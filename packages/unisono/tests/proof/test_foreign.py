@@ -220,7 +220,7 @@ def test_local_batch_statistics_are_named(script: ModuleType) -> None:
     assert (report.mark, verdict.first.quantity) == ("FAIL", "loss")
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.fault == "Buffers are those of one process"
-    assert "inner.2.num_batches_tracked" in verdict.diagnosis.because
+    assert "inner.2.running_mean" in verdict.diagnosis.because
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
     arguments.add_overrides(verb, "settings in place of the run's: data.path=DIR for the held-out rows of other data")
     arguments.add_task_options(verb)
     for name, text in (
-        ("stop", "save and stop a run after its next step; it prints the command that resumes it"),
+        ("stop", "save and stop a run after its next step; the run prints the command that resumes it"),
         ("save", "make a run write a checkpoint after its next step"),
     ):
         arguments.add_run(add(name, _request, text), "folder of a run that is training, on this host or another")

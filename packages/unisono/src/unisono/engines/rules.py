@@ -19,6 +19,7 @@ from unisono.data.loading.micro_batch import MicroBatch
 from unisono.engines.observers import StepResult
 from unisono.runtime.code.user_code import describe_error
 from unisono.runtime.communication.communicator import Communicator
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
 from unisono.runtime.fault_names import FaultName
 from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts
@@ -89,6 +90,10 @@ def check_terms(task: Task, loss: Loss, counted: Iterable[str], training: bool) 
         ConfigError: naming both.
     """
     name, terms = type(task).__name__, set(counted)
+    if not isinstance(loss, Loss):
+        raise ConfigError(
+            f'{name}: loss() returned a {type(loss).__name__}; return unisono.Loss({{"name": the sum over the rows}})'
+        )
     if not loss.sums:
         raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
     if counts_by_default(terms):
@@ -105,7 +110,9 @@ def counts_by_default(counts: Iterable[str]) -> bool:
     return set(counts) == {EVERY_TERM}
 
 
-def check_sum(task: Task, once: Mapping[str, Any], sums: _SumsOfRows, drawn: _SumsOfRows, size: int) -> None:
+def check_sum(
+    task: Task, once: Mapping[str, Any], sums: _SumsOfRows, drawn: _SumsOfRows, size: int, *, warns: bool = True
+) -> None:
     """Refuse a loss that does not double when every row is given twice, which a sum over rows does.
 
     Args:
@@ -114,6 +121,7 @@ def check_sum(task: Task, once: Mapping[str, Any], sums: _SumsOfRows, drawn: _Su
         sums: those of the rows at these places, in this order.
         drawn: the same of random outputs: with a last layer of zeros, all rows may have one loss, as of a constant.
         size: how many rows there are.
+        warns: whether this process, of several, says that a term may be a sum over pairs of rows.
 
     Raises:
         ConfigError: naming the term, and what it is as far as a few rows tell.
@@ -125,7 +133,16 @@ def check_sum(task: Task, once: Mapping[str, Any], sums: _SumsOfRows, drawn: _Su
         return
     for name, value in once.items():
         whole = float(value)
-        if not whole or name not in twice or not math.isclose(float(twice[name]), whole, rel_tol=0.01):
+        if not whole or name not in twice:
+            continue
+        if warns and math.isclose(float(twice[name]), 4 * whole, rel_tol=0.01):
+            say(
+                f"unisono: WARNING: {type(task).__name__}.loss: the term '{name}' is four times as much if every row "
+                "is given twice, as a sum over pairs of rows is. Outputs of the shape (N, 1) and targets of (N,) make "
+                "(N, N): give both one shape",
+                error=True,
+            )
+        if not math.isclose(float(twice[name]), whole, rel_tol=0.01):
             continue
         try:
             fault = name_doubled(name, sums, size)

@@ -65,7 +65,7 @@ def test_targets_that_are_drawn_after_the_forward_pass_are_given_to_one_process(
 @pytest.mark.parametrize(
     "batch",
     [
-        "import numpy as np\nx = torch.from_numpy(np.ones((8, 3), np.float32))\n",
+        "if x.dtype == torch.float64:\n    raise TypeError('no kernel for this')\n",
         "if dist.get_rank() and x.dtype == torch.float64:\n    raise TypeError('no kernel for this')\n",
     ],
     ids=["on one process", "on many alone"],
@@ -76,6 +76,17 @@ def test_a_script_without_fp64_is_compared_in_fp32(tmp_path: Path, batch: str) -
     assert report.mark == "PASS", report.lines
     (verdict,) = report.verdicts
     assert min(c.allowed for c in verdict.compared if c.quantity == "raw gradients") >= 1e-5
+
+
+@pytest.mark.slow
+def test_a_script_with_rows_in_float32_is_compared_in_fp64(tmp_path: Path) -> None:
+    """It began again in fp32, with a floor of 1e-5."""
+    rows = "import numpy as np\nx = torch.from_numpy(np.ones((8, 3), np.float32))\n"
+    text = SYNCHRONISED + rows + "for _ in range(9):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
+    report = prove(tmp_path, text, precision=None)
+    assert report.mark == "PASS", report.lines
+    (verdict,) = report.verdicts
+    assert max(c.allowed for c in verdict.compared if c.quantity == "raw gradients") < 1e-8
 
 
 SINGLE = """

@@ -183,7 +183,8 @@ class Passes:
             return sums(rows, map_leaves(draw, outputs))
 
         with precision.autocast(self._precision, self._parts.device):
-            rules.check_sum(self._task, loss.sums, sums, of_drawn, micro.size)
+            first = self._parts.job.process.is_first
+            rules.check_sum(self._task, loss.sums, sums, of_drawn, micro.size, warns=first)
 
     # passes outside of steps --------------------------------------------------------------------------------------
 
