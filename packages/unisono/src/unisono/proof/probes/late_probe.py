@@ -101,7 +101,7 @@ def _forget_unread(facts: RunFacts, trial: Trial, step: int) -> None:
         before, once = digest(), make_pass(trial, trial.copy())
         trial.sums(trial.copy(copy_row(trial.micro, 0)))
         now, again = digest(), make_pass(trial, trial.copy())
-        if find_other(once, again, trial.floor):
+        if find_other(once, again, trial.floor) or not any(once[1].values()):  # half of a loss of 0 is 0
             return
         passes = _repeat(trial)
         other = find_other(once, make_pass(trial, trial.copy()), trial.floor)
