@@ -229,6 +229,13 @@ def test_watch_of_a_run_that_does_not_train_says_how_it_is(unisono: Command):
     assert "is not a run directory" in unisono("watch", "nowhere")[2]
 
 
+def test_a_run_that_was_stopped_is_diagnosed_as_stopped(unisono: Command):
+    """Claim: it was told that it may still run, or that its host may have gone down."""
+    run = started(unisono, "train.steps=4", "run.stop_after=1")
+    code, told, _ = unisono("diagnose", run)
+    assert (code, "  It was stopped after step 1.\n" in told, "No error is recorded" in told) == (0, True, False), told
+
+
 # clean --------------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono_audio import ogg
-from unisono_audio.ogg import BadRecording as BadRecording
+from unisono_audio.recordings import BadRecording as BadRecording
 from unisono_audio.recordings import Window
 
 Samples = NDArray[np.float32]
@@ -202,7 +202,7 @@ def _open(data: memoryview) -> Stream:
 
 
 def _behind_id3(head: bytes) -> int:
-    """Where a file goes on behind the ID3 tag that some programs put before a FLAC; 0 without one."""
+    """The byte behind an ID3 tag at the beginning of a file, which may precede a FLAC; 0 without one."""
     if head[:3] != b"ID3" or len(head) < 10:
         return 0
     return 10 + sum((head[9 - place] & 127) << 7 * place for place in range(4))

@@ -6,13 +6,11 @@ import re
 import struct
 import zlib
 
+from unisono_audio.recordings import BadRecording
+
 FLAC_MAPPING = 9  # bytes before the FLAC in the first packet (xiph.org/flac/ogg_mapping.html)
 _FIRST_PAGE = re.compile(rb"OggS\0[\x02\x03\x06\x07].{21}", re.DOTALL)
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte
-
-
-class BadRecording(Exception):  # noqa: N818 - the end of a sentence that begins with a recording's name
-    """Why a recording cannot be used."""
 
 
 def _checksum(page: memoryview) -> int:

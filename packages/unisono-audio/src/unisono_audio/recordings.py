@@ -17,6 +17,10 @@ from unisono_audio.shared import ConfigError, DataError, RemoteOptions, is_remot
 _MAPPED = 4 << 20  # larger files are memory-mapped, so that reading windows and headers is cheap
 
 
+class BadRecording(Exception):  # noqa: N818 - the end of a sentence that begins with a recording's name
+    """Why a recording cannot be used."""
+
+
 @dataclass(frozen=True)
 class ByteRange:
     """A recording within a larger file, e.g. a member of a tar archive in an object store.

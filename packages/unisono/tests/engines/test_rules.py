@@ -108,7 +108,7 @@ def test_a_term_over_pairs_of_rows_is_warned_of_and_one_over_rows_is_not(capsys:
         return capsys.readouterr().err
 
     def pairs(x: Any) -> Any:
-        return (x[:, None] - x).__pow__(2).sum()
+        return np.square(x[:, None] - x).sum()
 
     assert "four times as much if every row is given twice" in check(pairs)
     assert "make (N, N): give both one shape" in check(pairs)

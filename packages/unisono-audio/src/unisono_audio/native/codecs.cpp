@@ -268,7 +268,7 @@ std::string beginning(Bytes bytes) {
     return text + "'";
 }
 
-// Where a file goes on behind the ID3 tag that some programs put before a FLAC; 0 without one.
+// The byte behind an ID3 tag at the beginning of a file, which may precede a FLAC; 0 without one.
 int64_t behind_id3(Bytes bytes) {
     if (!starts(bytes, 0, "ID3", 3) || bytes.size < 10) return 0;
     const uint8_t* const size = bytes.data + 6;

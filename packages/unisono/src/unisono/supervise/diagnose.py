@@ -57,11 +57,11 @@ def diagnose_run(folder: Path) -> list[str]:
     faults = records.read(logs, "*.fault.json", records.Fault)
     findings = records.read(logs, "monitor-node-*.json", records.Finding)
     code, why = run_facts.find_cause(faults, findings)
-    stops = [event for event in seen if "stopped" in event]
     if not why and total is not None and steps_run >= total:
         why = ["It finished: all steps are done, and no error was recorded."]
-    elif not why and stops and run_facts.find_state(folder, steps_run, total)[:2] == ("stopped", None):
-        why = [f"It was stopped after step {steps_run}: {one_line(stops[-1]['stopped'])}."]
+    elif not why and run_facts.find_state(folder, steps_run, total)[0] == "stopped":
+        asked = run_facts.find_stop(seen)
+        why = [f"It was stopped after step {steps_run}{asked and f': {asked}'}."]
     elif not why:
         why = [
             "No error is recorded: it is still running, was interrupted, or was killed together with its launcher, as",

@@ -98,7 +98,7 @@ def read_run_facts(folder: Path) -> RunFacts:
     steps = events.step_events(seen)
     state, code, why = find_state(folder, int(steps[-1]["step"]) if steps else 0, total)
     if state == "stopped" and code is None:
-        why = next((one_line(event["stopped"]) for event in reversed(seen) if "stopped" in event), "")
+        why = find_stop(seen)
     return RunFacts(folder, config, seen, total, state, why, code)
 
 
@@ -116,6 +116,11 @@ def find_state(folder: Path, steps_done: int, total: int | None) -> tuple[State,
     if not steps_done:
         return "not started", None, ""
     return "stopped" if run_lock.was_released(folder) else "killed", None, ""
+
+
+def find_stop(seen: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run stopped the last time, by its events; empty if none says so."""
+    return next((one_line(event["stopped"]) for event in reversed(seen) if "stopped" in event), "")
 
 
 def planned_steps(folder: Path) -> int | None:

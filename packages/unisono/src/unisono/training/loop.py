@@ -25,7 +25,7 @@ from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers
 from unisono.observe.profile import Profile
 from unisono.observe.progress import show_evaluation
-from unisono.runtime import heartbeat, secrets
+from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.display.preparing import preparing
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, explain_command
@@ -36,7 +36,7 @@ from unisono.task import Task
 from unisono.training.callbacks.dispatch import Callbacks
 from unisono.training.callbacks.plateau import FallOnPlateau
 from unisono.training.evaluation import Evaluation
-from unisono.training.parts import TrainingParts
+from unisono.training.parts import TrainingParts, gather_facts
 from unisono.training.saving import Saving
 from unisono.training.telemetry import Telemetry
 
@@ -162,8 +162,7 @@ class Training:
             self._ledger = opened.enter_context(
                 Ledger(run.directory, process.rank, process.world_size, self.first, start)
             )
-            programs = parts.scalars.step_programs(self._task.static_scalars)
-            about = secrets.hidden({**parts.data, **programs, **self._task.facts()})  # a line of the log has no keys
+            about = gather_facts(parts.data, parts.scalars, self._task)
             self._telemetry = Telemetry(run, parts, process, communicator, facts, about, self.first)
             record = opened.enter_context(self._telemetry.record)
             self.say = record.say

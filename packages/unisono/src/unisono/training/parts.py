@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,18 @@ from unisono.evaluation.held_out import HeldOut
 from unisono.optim.groups import given_moments
 from unisono.optim.schedules import ScheduledScalars
 from unisono.protocols import Benchmark, WeightsBenchmark, require_benchmarks, require_environments
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, secrets
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.supervise import preemption
 from unisono.task import Batch, Task, run_setup
+
+
+def gather_facts(rows: Mapping[str, Any], scalars: ScheduledScalars, task: Task) -> dict[str, Any]:
+    """Facts of the rows, the schedules and the task, by name; without secrets, since a line of the log has no names."""
+    facts: dict[str, Any] = secrets.hidden({**rows, **scalars.step_programs(task.static_scalars), **task.facts()})
+    return facts
 
 
 class TrainingParts:

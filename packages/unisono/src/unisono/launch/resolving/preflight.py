@@ -49,7 +49,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     from unisono.optim import ema, schedules
     from unisono.training.callbacks.build import build_callbacks
     from unisono.training.callbacks.early_stopping import EarlyStopping
-    from unisono.training.parts import build_benchmark, build_environment, build_held_out
+    from unisono.training.parts import build_benchmark, build_environment, build_held_out, gather_facts
 
     assert isinstance(config.layout.world_size, int)
     host_check.check_host(config)
@@ -71,7 +71,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     for callback in callbacks:
         if isinstance(callback, EarlyStopping):
             callback.refuse_no_rows(rows["held_out"], config)
-    facts = secrets.hidden({**rows, **scalars.step_programs(task.static_scalars), **task.facts()})
+    facts = gather_facts(rows, scalars, task)
     for warning in task.data_warnings():
         say(f"unisono: WARNING: {warning}", error=True)
     return DataFacts(facts, secrets.hidden(source_files(source)), checkable_sources(source), plan.steps)

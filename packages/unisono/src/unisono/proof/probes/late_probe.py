@@ -46,7 +46,7 @@ def probe_late(facts: RunFacts, trial: Trial, step: int) -> None:
         # A counter of passes, which layouts have otherwise, is no memory of rows.
         facts.carried = carried if carried and {*carried} - {*find_rowless_buffers(trial)} else []
     fixed = trial.with_same_buffers() if facts.carried else trial
-    if not _draws(fixed) and not _is_sum_of_rows(fixed):
+    if not _is_sum_of_rows(fixed):
         found = RunFacts()
         probe_model(found, fixed)
         if found.unrepeatable:
@@ -70,7 +70,7 @@ def probe_later(facts: RunFacts, trial: Trial, step: int) -> None:
         trial: of a micro-batch whose passes are told that they are of that step.
         step: its number, from 1.
     """
-    if _is_known(facts) or facts.later_terms or facts.normalised or _draws(trial) or _is_sum_of_rows(trial):
+    if _is_known(facts) or facts.later_terms or facts.normalised or _is_sum_of_rows(trial):
         return
     probe_model(found := RunFacts(), trial)
     if not (found.unrepeatable or found.neighbours):
@@ -126,16 +126,13 @@ def _repeat(trial: Trial) -> int:
     return passes
 
 
-def _draws(trial: Trial) -> bool:
-    """Whether a pass draws, so that rows alone get other numbers than together: dropout that begins after a warm-up."""
-    with trial.undone(), trial.view.without_side_effects():
-        return trial.view.draws(trial.micro, trial.scalars)
-
-
 def _is_sum_of_rows(trial: Trial) -> bool:
-    """Whether the loss of some rows is the sum of what each has alone, in any order; also where none can be taken."""
+    """Whether the loss of some rows is the sum of what each has alone, in any order; also where that cannot be tried.
+
+    None can be taken then, or passes draw: rows alone get other numbers than together.
+    """
     rows = range(min(trial.micro.size, _ROWS))
-    if len(rows) < 3 or not trial.can_take:
+    if len(rows) < 3 or not trial.can_take or trial.draws():
         return True
     with trial.undone():
         once = trial.sums(trial.take(rows))

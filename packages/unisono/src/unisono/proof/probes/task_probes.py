@@ -94,9 +94,7 @@ def probe_task(
             facts.unsummed = find_unsummed(some)
 
     def neighbours() -> None:
-        with trial.view.without_side_effects():  # a pass may mark in a buffer that this step was made
-            draws = trial.view.draws(trial.micro, trial.scalars)
-        if packed or facts.unstable_loss or facts.unstable_samples or draws:
+        if packed or facts.unstable_loss or facts.unstable_samples or trial.draws():
             return
         probe_neighbours(facts, trial, build_samples())
 

@@ -68,6 +68,11 @@ class Trial:
         """Whether some of its rows can be had by themselves."""
         return self.samples is not None or all(is_per_row(a, self.micro.size) for a in self.micro.arrays.values())
 
+    def draws(self) -> bool:
+        """Whether a pass over the micro-batch draws random numbers; it may mark in a buffer that it was made."""
+        with self.undone():
+            return self.view.draws(self.micro, self.scalars)
+
     def outputs(self, micro: MicroBatch) -> dict[str, Array]:
         """Of a pass in training mode, by name."""
         return self.view.flatten(self.view.outputs(micro, self.scalars))
